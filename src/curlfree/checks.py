@@ -81,9 +81,7 @@ def check_floating(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
-        raise TypeError(
-            f"{name} must be floating point, got {tensor.dtype}; convert it with .float()"
-        )
+        raise TypeError(f"{name} must be floating point, got {tensor.dtype}; convert it with .float()")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

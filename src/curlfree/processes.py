@@ -15,7 +15,7 @@ The paper prints ``sigma_t = sigma_min (sigma_min/sigma_max)^(t/T)``; the ratio 
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -147,13 +147,12 @@ class VP(Process):
 
     beta_min: float = 0.1
     beta_max: float = 20.0
-    t_min: float = 1e-3
+    t_min: float = field(default=1e-3, kw_only=True)
 
     def __post_init__(self) -> None:
         if not (0 < self.beta_min < self.beta_max < math.inf):
             raise ValueError(
-                "VP needs 0 < beta_min < beta_max, "
-                f"got beta_min={self.beta_min}, beta_max={self.beta_max}"
+                f"VP needs 0 < beta_min < beta_max, got beta_min={self.beta_min}, beta_max={self.beta_max}"
             )
         if self.t_min <= 0:
             raise ValueError(f"VP needs t_min > 0 (its noise is 0 at time 0), got {self.t_min}")
@@ -182,8 +181,8 @@ class VP(Process):
 class Linear(Process):
     """The straight path of flow matching: ``y_t = (1 - t) x0 + t z``, so sigma = t / (1 - t)."""
 
-    t_min: float = 1e-3
-    t_max: float = 1 - 1e-3
+    t_min: float = field(default=1e-3, kw_only=True)
+    t_max: float = field(default=1 - 1e-3, kw_only=True)
 
     def __post_init__(self) -> None:
         if not (0 < self.t_min and self.t_max < 1):
