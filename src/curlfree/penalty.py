@@ -1,0 +1,240 @@
+r"""The penalty: an estimate of the asymmetry with its exact gradient, by one ordinary backward.
+
+Two forms give the same number and the same gradient.
+
+*Double backward* differentiates the estimator itself: its products are live (`curlfree.jacobian`), so
+``.backward()`` goes through a graph of a graph. It works wherever the field can be differentiated twice.
+
+*The detached dual* needs no double backward. With a = J^T v and b = J v held fixed, the gradient of
+
+    skew   1/2 ||(J - J^T) v||^2         is that of  <q, J v> - <v, J q>,          q = b - a,
+    paper  v^T J J^T v - v^T J J v       is that of  <v, J (2a - b)> - <a, J v>.
+
+(For skew, d 1/2||b - a||^2 = <q, dJ v> - <q, dJ^T v> and <q, dJ^T v> = <v, dJ q>.) Directional derivatives
+J v and J q come from forward mode, so what is left is one backward through ordinary layers: on GPUs, where
+double backward through convolutions costs far more than its arithmetic, that is the fast way. Its first pass
+gives J v, and J^T v by a backward to the input; its second pass gives J q with the same dropout masks. The
+value of the surrogate is not the penalty (it is twice the skew one); the scalar returned here has the
+estimate's value and the surrogate's gradient.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from curlfree.checks import can_look, check_batch, check_value
+from curlfree.estimators import Probe, asymmetry, check_estimator, rademacher
+from curlfree.operators import Condition, Field, Replay, check_has_gradient, inner, second_order
+
+Form = Literal["double", "dual"]
+
+
+def qc_loss(
+    field: Field,
+    x: Tensor,
+    sigma: Tensor | None = None,
+    *,
+    weight: float | Tensor,
+    fraction: float = 1.0,
+    estimator: str = "skew",
+    form: Form = "double",
+    probes: int = 1,
+    probe: Probe = rademacher,
+    generator: torch.Generator | None = None,
+    condition: Condition | None = None,
+) -> Tensor:
+    """The penalty L_QC (Eqs. 13 to 16, A5) for any training loop: add it to the loss and call `.backward()`.
+
+    Args:
+        field: the vector field, a network in training mode for example. Under DistributedDataParallel give
+            the wrapped module or the bare one; call `.backward()` once, on the sum of all losses.
+        x: points, of shape (B, *event).
+        sigma: noise levels, of shape (B,), or None.
+        weight: a number or one per sample, shape (B,): lambda times ``sigma^2`` (the paper) or ``sigma^4``.
+        fraction: the part of the batch, drawn at random, that the penalty is evaluated on. The mean over it is
+            unbiased for the mean over the batch, and the cost falls in proportion.
+        estimator: a key of `curlfree.estimators.ESTIMATORS`.
+        form: "double" (double backward, any estimator) or "dual" (detached dual, "skew" and "paper").
+        probes: how many estimates are averaged.
+        probe: the distribution of the probes.
+        generator: the source of the subset and the probes; by default PyTorch's own.
+        condition: keyword arguments for the field; tensors with B rows are restricted to the subset.
+
+    Returns:
+        A scalar: the mean over the batch of weight times the estimate of ``1/2 ||J - J^T||_F^2``. Its gradient
+        with respect to the field's parameters is exactly that of the estimator.
+
+    Raises:
+        TypeError: `x`, `sigma` or the field's value is not a floating-point tensor.
+        ValueError: a shape or value is wrong, the estimator or form is unknown, or the field has no gradient.
+
+    Example:
+        >>> loss = dsm + cf.qc_loss(net, x, sigma, weight=1e-4 * sigma**2)  # doctest: +SKIP
+    """
+    check_batch(x, sigma)
+    check_estimator(estimator, probes)
+    weight = torch.as_tensor(weight, dtype=torch.float32 if not isinstance(weight, Tensor) else None)
+    weight = weight.to(x.device).expand(x.shape[0])
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
+    if form == "dual" and estimator not in DUALS:
+        raise ValueError(
+            f"the detached dual exists for {' and '.join(DUALS)}, got {estimator!r}; use form='double'"
+        )
+    if form not in ("double", "dual"):
+        raise ValueError(f"unknown form {form!r}; expected 'double' or 'dual'")
+    x = x.detach()
+    if fraction < 1:
+        chosen = subset(x.shape[0], fraction, generator, x.device)
+        condition = restrict(condition, chosen, x.shape[0])
+        x, sigma, weight = x[chosen], None if sigma is None else sigma[chosen], weight[chosen]
+    if form == "double":
+        estimate = asymmetry(
+            field,
+            x,
+            sigma,
+            estimator=estimator,
+            probes=probes,
+            probe=probe,
+            generator=generator,
+            condition=condition,
+        )
+    else:
+        draws = [
+            dual(field, x, sigma, probe(x, generator), estimator=estimator, condition=condition)
+            for _ in range(probes)
+        ]
+        estimate = sum(draws[1:], draws[0]) / probes
+    return (weight * estimate).mean()
+
+
+def subset(batch: int, fraction: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """The indices of a random part of the batch, at least one, without replacement."""
+    source = device if generator is None else generator.device
+    order = torch.randperm(batch, generator=generator, device=source)
+    return order[: max(1, round(fraction * batch))].to(device)
+
+
+def restrict(condition: Condition | None, chosen: Tensor, batch: int) -> Condition | None:
+    """The conditioning arguments of the chosen samples; whatever has no row per sample is passed as it is."""
+    if condition is None:
+        return None
+    return {
+        name: value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
+        for name, value in condition.items()
+    }
+
+
+def dual(
+    field: Field,
+    x: Tensor,
+    sigma: Tensor | None,
+    v: Tensor,
+    *,
+    estimator: str = "skew",
+    condition: Condition | None = None,
+) -> Tensor:
+    """One estimate per sample, shape (B,), whose gradient takes one ordinary backward (the detached dual).
+
+    Args:
+        field: the vector field; its random choices (dropout) are drawn once and replayed.
+        x: points, of shape (B, *event).
+        sigma: noise levels, of shape (B,), or None.
+        v: the probe, like x.
+        estimator: "skew" or "paper".
+        condition: keyword arguments for the field.
+
+    Raises:
+        ValueError: the field has no forward-mode rule or no gradient, or (found on the CPU only, where looking
+            is free) draws random numbers that cannot be replayed.
+    """
+    replay = Replay(x.device)
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        value, Jv = directional(field, point, sigma, v, condition)
+        check_has_gradient(value)
+        (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype), retain_graph=True)
+        estimate, left, right = DUALS[estimator](v, Jv.detach(), JTv)
+        with replay:
+            again, Jr = directional(field, point, sigma, right, condition)
+    if can_look(value) and not torch.equal(value, again):
+        raise ValueError(
+            "the field gave two values at one point although the random state was replayed: expected random "
+            "choices from PyTorch's own generators; use form='double', which evaluates the field once"
+        )
+    surrogate = inner(left, Jv) + inner(v, Jr)
+    return estimate + (surrogate - surrogate.detach())
+
+
+Dual = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _skew_dual(v: Tensor, Jv: Tensor, JTv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The estimate and (l, r) with gradient that of ``<l, J v> + <v, J r>``: l = q, r = -q."""
+    q = Jv - JTv
+    return 0.5 * inner(q, q), q, -q
+
+
+def _paper_dual(v: Tensor, Jv: Tensor, JTv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The estimate and (l, r) with gradient that of ``<l, J v> + <v, J r>``: l = -a, r = 2a - b."""
+    return inner(JTv, JTv) - inner(JTv, Jv), -JTv, 2 * JTv - Jv
+
+
+DUALS: Mapping[str, Dual] = {"skew": _skew_dual, "paper": _paper_dual}
+
+
+def directional(
+    field: Field, x: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None = None
+) -> tuple[Tensor, Tensor]:
+    """The field's value and ``J v`` by forward mode, both in the parameters' graph.
+
+    Raises:
+        ValueError: the field contains an operation without a forward-mode rule, or loses the tangent.
+    """
+    with second_order(), forward_ad.dual_level():
+        try:
+            out = field(forward_ad.make_dual(x, v.to(x.dtype)), sigma, **(condition or {}))
+        except NotImplementedError as error:
+            raise ValueError(
+                "the detached dual needs forward-mode derivatives, and the field uses an operation that has "
+                f"none; use form='double' ({str(error).splitlines()[0]})"
+            ) from error
+        check_value(out, x)
+        value, Jv = forward_ad.unpack_dual(out)
+    if Jv is None:
+        raise ValueError(
+            "the field lost the forward-mode tangent: expected operations that forward mode can follow from x; "
+            "use form='double', or remove .detach() inside the field"
+        )
+    return value, Jv
+
+
+def algorithm1(
+    field: Field,
+    x: Tensor,
+    sigma: Tensor | None,
+    v: Tensor,
+    *,
+    weight: float | Tensor = 1.0,
+    **condition: Any,
+) -> Tensor:
+    """The paper's Algorithm 1 to the letter: two backward stages, gradients left in the parameters' `.grad`.
+
+    A reference for tests and benchmarks; `qc_loss` with estimator="paper" has the same gradient at 0.7 of the
+    cost. The stop-gradient cuts the graph of v^T J, and stage (5) puts back the gradient that was lost.
+
+    Returns:
+        The detached loss, the mean over the batch of weight times ``v^T J J^T v - v^T J J v``.
+    """
+    x = x.detach().requires_grad_()
+    s = field(x, sigma, **condition)
+    (vJ,) = torch.autograd.grad(inner(v, s).sum(), x, create_graph=True)  # (1)
+    vJ_sg = vJ.detach().requires_grad_()
+    (vJJ,) = torch.autograd.grad(inner(vJ_sg, s).sum(), x, create_graph=True)  # (2)
+    loss = (weight * (inner(vJ, vJ) - inner(vJJ, v))).mean()  # (3)
+    loss.backward(retain_graph=True)  # (4) the primary component; leaves -weight J v / B in vJ_sg.grad
+    vJ.backward(vJ_sg.grad)  # (5) the secondary component
+    return loss.detach()
