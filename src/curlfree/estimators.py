@@ -229,7 +229,7 @@ def normalized_asymmetry(
     generator: torch.Generator | None = None,
     condition: Condition | None = None,
 ) -> Tensor:
-    """``||K||_F^2 / ||J||_F^2 = 1/4 ||J - J^T||^2 / ||J||^2`` in [0, 1], 0 if J = 0 (Eqs. A2, A3), shape (B,).
+    """``||K||_F^2 / ||J||_F^2`` in [0, 1] per sample, 0 where J = 0 (Eqs. A2, A3), shape (B,).
 
     Arguments and errors are those of `moments`. With anything but "exact" and "trace" this is a ratio of
     estimates: its expectation is NOT the ratio of expectations (the last equality of Eq. A3 is wrong;
@@ -313,7 +313,8 @@ def loop_work(
 
     A conservative field does none. For a linear field each draw is ``2 pi sigma^2 z2^T K z1`` exactly; in
     general the rms over draws is ``2 pi sigma^2 ||K||_F`` to leading order. The generator gives z1, then z2.
-    Forward passes only: `nodes` of them. A field with random choices (dropout) does spurious work: call ``.eval()`` first.
+    Forward passes only: `nodes` of them. A field with random choices (dropout) does spurious work: call
+    ``.eval()`` first.
     """
     z1, z2 = gaussian(x0, generator), gaussian(x0, generator)
     return circle_work(field, x0, sigma, z1, z2, nodes=nodes, condition=condition).sum(0)

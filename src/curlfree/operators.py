@@ -91,8 +91,8 @@ class Operator:
 
     def __rmul__(self, c: float | Tensor) -> "Operator":
         """``c * A`` for a number or one number per sample, shape (B,)."""
-        c = per_sample(c, self.like)
-        return Operator(lambda v: c * self.mv(v), lambda u: c * self.rmv(u), self.like)
+        scale = per_sample(torch.as_tensor(c, dtype=self.like.dtype, device=self.like.device), self.like)
+        return Operator(lambda v: scale * self.mv(v), lambda u: scale * self.rmv(u), self.like)
 
     def rows(self) -> Iterator[Tensor]:
         """The D rows ``A^T e_i`` of the matrices, each of shape (B, D), by D transposed products."""
@@ -185,7 +185,7 @@ def central_difference(
             "rounding would be larger than the differences; use estimator='skew'"
         )
     h = step if step is not None else torch.finfo(value.dtype).eps ** 0.25
-    width = per_sample(h if sigma is None else h * sigma, x)
+    width = h if sigma is None else per_sample(h * sigma, x)
 
     def at(y: Tensor) -> Tensor:
         with replay:
@@ -243,9 +243,9 @@ def second_order() -> Iterator[None]:
             yield
 
 
-def per_sample(c: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number, or one number for each sample shaped so that it multiplies vectors like `like`."""
-    return c.view(-1, *[1] * (like.ndim - 1)) if isinstance(c, Tensor) and c.ndim else c
+def per_sample(c: Tensor, like: Tensor) -> Tensor:
+    """One number for each sample, shape (B,), shaped so that it multiplies vectors like `like`."""
+    return c.view(-1, *[1] * (like.ndim - 1)) if c.ndim else c
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def qc_loss(
         x: points, of shape (B, *event).
         sigma: noise levels, of shape (B,), or None.
         weight: a number or one per sample, shape (B,): lambda times ``sigma^2`` (the paper) or ``sigma^4``.
-        fraction: the part of the batch, drawn at random, that the penalty is evaluated on. The mean over it is
-            unbiased for the mean over the batch, and the cost falls in proportion.
+        fraction: the part of the batch, drawn at random, that the penalty is evaluated on. The mean over
+            it is unbiased for the mean over the batch, and the cost falls in proportion.
         estimator: a key of `curlfree.estimators.ESTIMATORS`.
         form: "double" (double backward, any estimator) or "dual" (detached dual, "skew" and "paper").
         probes: how many estimates are averaged.
@@ -64,8 +64,8 @@ def qc_loss(
         condition: keyword arguments for the field; tensors with B rows are restricted to the subset.
 
     Returns:
-        A scalar: the mean over the batch of weight times the estimate of ``1/2 ||J - J^T||_F^2``. Its gradient
-        with respect to the field's parameters is exactly that of the estimator.
+        A scalar: the mean over the batch of weight times the estimate of ``1/2 ||J - J^T||_F^2``. Its
+        gradient with respect to the field's parameters is exactly that of the estimator.
 
     Raises:
         TypeError: `x`, `sigma` or the field's value is not a floating-point tensor.
@@ -76,8 +76,7 @@ def qc_loss(
     """
     check_batch(x, sigma)
     check_estimator(estimator, probes)
-    weight = torch.as_tensor(weight, dtype=torch.float32 if not isinstance(weight, Tensor) else None)
-    weight = weight.to(x.device).expand(x.shape[0])
+    weight = check_weight(weight, x)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1], got {fraction}")
     if form == "dual" and estimator not in DUALS:
@@ -109,6 +108,21 @@ def qc_loss(
         ]
         estimate = sum(draws[1:], draws[0]) / probes
     return (weight * estimate).mean()
+
+
+def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
+    """The weights of the samples, shape (B,).
+
+    Raises:
+        ValueError: neither a number nor one number per sample.
+    """
+    if not isinstance(weight, Tensor):
+        weight = torch.tensor(float(weight), device=x.device)
+    if weight.shape not in ((), x.shape[:1]):
+        raise ValueError(
+            f"weight must be a number or one per sample, shape ({x.shape[0]},), got {tuple(weight.shape)}"
+        )
+    return weight.to(x.device).expand(x.shape[0])
 
 
 def subset(batch: int, fraction: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -148,8 +162,8 @@ def dual(
         condition: keyword arguments for the field.
 
     Raises:
-        ValueError: the field has no forward-mode rule or no gradient, or (found on the CPU only, where looking
-            is free) draws random numbers that cannot be replayed.
+        ValueError: the field has no forward-mode rule or no gradient, or (found on the CPU only, where
+            looking is free) draws random numbers that cannot be replayed.
     """
     replay = Replay(x.device)
     with torch.enable_grad():
@@ -206,8 +220,8 @@ def directional(
         value, Jv = forward_ad.unpack_dual(out)
     if Jv is None:
         raise ValueError(
-            "the field lost the forward-mode tangent: expected operations that forward mode can follow from x; "
-            "use form='double', or remove .detach() inside the field"
+            "the field lost the forward-mode tangent: expected operations that forward mode can follow from "
+            "x; use form='double', or remove .detach() inside the field"
         )
     return value, Jv
 

@@ -202,3 +202,48 @@ class Linear(Process):
 
     def alpha(self, t: Tensor) -> Tensor:  # noqa: D102
         return 1 - t
+
+
+@dataclass(frozen=True)
+class Discrete(Process):
+    """The schedule of a network with integer timesteps: noise levels in a table, log-linear in between.
+
+    Variance preserving, so ``alpha^2 (1 + sigma^2) = 1``, as in DDPM: from its cumulative products,
+    ``sigmas = tuple(((1 - a) / a).sqrt().tolist())`` with ``a = alphas_cumprod``. Times are indices.
+
+    Args:
+        sigmas: the noise level of each timestep, increasing.
+    """
+
+    sigmas: tuple[float, ...] = ()
+    t_max: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        table = torch.tensor(self.sigmas, dtype=torch.float64)
+        if len(table) < 2 or not bool((table.diff() > 0).all()) or table[0] <= 0:
+            raise ValueError(
+                f"Discrete needs at least two increasing positive noise levels, got {len(table)} of them"
+            )
+        object.__setattr__(self, "t_max", min(self.t_max, len(table) - 1.0))
+        self._check_times(0.0, len(table) - 1.0)
+
+    def _table(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.sigmas, dtype=like.dtype, device=like.device).log()
+
+    def sigma(self, t: Tensor) -> Tensor:  # noqa: D102
+        table = self._table(t)
+        low = t.detach().floor().long().clamp(0, len(table) - 2)
+        return torch.exp(table[low] + (t - low) * (table[low + 1] - table[low]))
+
+    def sigma_prime(self, t: Tensor) -> Tensor:  # noqa: D102
+        table = self._table(t)
+        low = t.floor().long().clamp(0, len(table) - 2)
+        return self.sigma(t) * (table[low + 1] - table[low])
+
+    def time(self, sigma: Tensor) -> Tensor:  # noqa: D102
+        table = self._table(sigma)
+        low = (torch.searchsorted(table, sigma.log().contiguous(), right=True) - 1).clamp(0, len(table) - 2)
+        return low + (sigma.log() - table[low]) / (table[low + 1] - table[low])
+
+    def alpha(self, t: Tensor) -> Tensor:  # noqa: D102
+        return (1 + self.sigma(t).square()).rsqrt()

@@ -1,0 +1,88 @@
+"""One look at a field before it is trusted: what every later, cheaper call takes for granted.
+
+An estimate is per sample only if samples do not mix, has a meaning only if the field is one function of x,
+and exists only if autograd can follow it. `check_field` tests that once, by a few evaluations on two samples
+or more, on any device; the calls that follow test shapes and types only.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from curlfree.checks import check_batch, check_floating, check_value
+from curlfree.operators import Condition, Field, inner, jacobian
+
+
+def check_field(
+    field: Field, x: Tensor, sigma: Tensor | None = None, *, condition: Condition | None = None
+) -> None:
+    """Find out whether a field can be measured and penalised, and say what is wrong if it cannot.
+
+    Checked on the batch given, which must have at least two samples: the value has x's shape and is finite;
+    two evaluations agree (modules are put in evaluation mode for that, and back); no sample's value depends
+    on another sample; the value has a gradient, which can be differentiated again, and whose two products
+    satisfy ``<u, J v> = <J^T u, v>``.
+
+    Args:
+        field: the vector field.
+        x: points, of shape (B, *event) with B >= 2.
+        sigma: noise levels, of shape (B,), or None.
+        condition: keyword arguments for the field.
+
+    Raises:
+        TypeError: `x`, `sigma` or the field's value is not a floating-point tensor.
+        ValueError: what is wrong, what was expected, how to mend it.
+    """
+    check_batch(x, sigma)
+    if x.shape[0] < 2:
+        raise ValueError(f"check_field needs at least two samples to see whether they mix, got {x.shape[0]}")
+    for name, tensor in (("x", x), ("sigma", sigma)):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} must be finite")
+    if sigma is not None and not bool((sigma > 0).all()):
+        raise ValueError(f"sigma must be positive, got a minimum of {sigma.min():g}")
+    modules = [m for m in field.modules() if m.training] if isinstance(field, nn.Module) else []
+    for module in modules:
+        module.training = False
+    try:
+        _check_evaluated(field, x, sigma, condition)
+    finally:
+        for module in modules:
+            module.training = True
+
+
+def _check_evaluated(field: Field, x: Tensor, sigma: Tensor | None, condition: Condition | None) -> None:
+    with torch.no_grad():
+        first = field(x, sigma, **(condition or {}))
+        check_value(first, x)
+        check_floating("the field's value", first)
+        if not bool(torch.isfinite(first).all()):
+            raise ValueError("the field's value must be finite, got NaN or inf")
+        second = field(x, sigma, **(condition or {}))
+    if not torch.allclose(first, second, rtol=1e-4, atol=1e-6 * float(first.abs().max())):
+        raise ValueError(
+            "the field is not deterministic: two evaluations at one point differ by up to "
+            f"{float((first - second).abs().max()):.3g}; expected one function of x: call .eval() on "
+            "networks with dropout, and take random draws out of the field"
+        )
+    with torch.no_grad():
+        _, J = jacobian(field, x, sigma, condition=condition)
+        signs = torch.ones_like(x).flatten()
+        signs[1::2] = -1
+        v = signs.view_as(x)
+        only_first = v.clone()
+        only_first[1:] = 0
+        pulled = J.T @ only_first
+        if bool((pulled[1:] != 0).any()):
+            raise ValueError(
+                "the field mixes samples: the value at the first one depends on others; expected each "
+                "sample's value to depend on that sample alone; replace BatchNorm by GroupNorm"
+            )
+        w = x.flip(0) if bool((x.flip(0) != 0).any()) else v
+        forward, backward = inner(w, J @ v), inner(J.T @ w, v)
+    scale = inner(w, w).sqrt() * inner(J.T @ w, J.T @ w).sqrt() + inner(w, J @ v).abs()
+    tolerance = 1e3 * torch.finfo(first.dtype).eps
+    if not bool((forward - backward).abs().le(tolerance * scale + torch.finfo(first.dtype).tiny).all()):
+        raise ValueError(
+            "the field's two Jacobian products disagree, <u, J v> != <J^T u, v>: expected consistent first "
+            "and second derivatives; check custom autograd functions inside the field"
+        )
