@@ -5,6 +5,7 @@ whose skew part measures how far the field is from conservative; **estimators** 
 **penalty** into gradients.
 """
 
+from curlfree.distributions import Checkerboard, GaussianMixture, Spirals, eight_gaussians
 from curlfree.estimators import (
     asymmetry,
     circle_work,
@@ -47,6 +48,7 @@ __all__ = [
     "AngularVelocityPrediction",
     "Audit",
     "Autoencoder",
+    "Checkerboard",
     "DataPrediction",
     "DenoiserEnergy",
     "DenoiserField",
@@ -54,6 +56,7 @@ __all__ = [
     "EnergyField",
     "Field",
     "FlowPrediction",
+    "GaussianMixture",
     "InnerProductEnergy",
     "Linear",
     "LinearField",
@@ -67,12 +70,14 @@ __all__ = [
     "Rotation",
     "ScalarEnergy",
     "ScoreNormEnergy",
+    "Spirals",
     "algorithm1",
     "asymmetry",
     "audit",
     "check_field",
     "circle_work",
     "dsm",
+    "eight_gaussians",
     "esm",
     "gaussian",
     "ism",
