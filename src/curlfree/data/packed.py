@@ -321,15 +321,20 @@ class _Writer:
         if count == 0:
             raise ValueError(f"{self.source.name}: no images found")
         shape = (count, *self.done[0].shape[1:])
+        splits, first = {}, 0
+        for name in self.splits:
+            last = first + sum(entry.shape[0] for entry in self.done if entry.split == name)
+            if last - first != self.source.counts.get(name, last - first):
+                raise ValueError(
+                    f"{self.source.name}: {last - first} {name} images, the published data set has "
+                    f"{self.source.counts[name]}; accept them with --unverified"
+                )
+            splits[name], first = (first, last), last
         labels_offset = -(-math.prod(shape) // 8) * 8
         labels = np.concatenate([np.array(entry.labels, "<i8") for entry in self.done])
         tail = bytes(labels_offset - math.prod(shape)) + labels.tobytes()
         self.hash.update(tail)
         self.payload.write(tail)
-        splits, first = {}, 0
-        for name in self.splits:
-            last = first + sum(entry.shape[0] for entry in self.done if entry.split == name)
-            splits[name], first = (first, last), last
         payload_bytes = labels_offset + labels.nbytes
         text = self._json(splits, shape, labels_offset, payload_bytes, self.hash.hexdigest())
         text = text.ljust(self.offset - _PREAMBLE.size)

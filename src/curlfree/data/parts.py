@@ -1,7 +1,8 @@
 """What a reader of a data set hands over: a `Source` made of `Chunk`s that load one at a time."""
 
+import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,18 +35,46 @@ class Source:
         licence: a note on its terms of use.
         classes: the names of the labels 0, 1, ...; empty where unknown.
         chunks: in order, those of one split together.
+        counts: how many images each split has as published; nothing else is packed under that name.
     """
 
     name: str
     licence: str
     classes: tuple[str, ...]
     chunks: tuple[Chunk, ...]
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def file_key(path: Path, detail: str = "") -> str:
     """Identifies a file's content cheaply: name, size and time of change."""
     status = path.stat()
     return f"{path.name} {status.st_size} {status.st_mtime_ns} {detail}".rstrip()
+
+
+def check_md5(found: str, published: str, where: str) -> None:
+    """Compare checksums.
+
+    Raises:
+        ValueError: where they differ.
+    """
+    if found != published:
+        raise ValueError(
+            f"{where}: md5 {found}, but the published file has {published}; download it again, "
+            "or accept other files of the same format with --unverified"
+        )
+
+
+def load_npz(path: str | Path) -> dict[str, np.ndarray]:
+    """All arrays of an `.npz` file.
+
+    Raises:
+        ValueError: where it is damaged or holds Python objects.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable .npz file: {error}") from error
 
 
 def planes_to_nhwc(rows: np.ndarray, where: str, side: int = 32) -> np.ndarray:

@@ -4,13 +4,14 @@ rMD17 (Christensen and von Lilienfeld 2020, arXiv:2007.09593; CC0) holds ten mol
 each, energies and forces at the PBE/def2-SVP level; its authors advise training on at most 1,000 of them.
 """
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from curlfree.data.parts import load_npz
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ def read_rmd17(path: str | Path) -> ForceData:
     Raises:
         ValueError: where the file is damaged, an entry is missing or misshapen, or a value is not finite.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            entries = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, OSError, EOFError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable .npz file: {error}") from error
+    entries = load_npz(path)
     wanted = ("coords", "forces", "energies", "nuclear_charges")
     missing = [name for name in wanted if name not in entries]
     if missing:
