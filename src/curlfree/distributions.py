@@ -38,7 +38,7 @@ from .checks import check_floating, check_sigma
 _NODES = 16  # Gauss-Legendre nodes of one panel of the curve
 _PANEL = 4.0  # the length of a panel in units of sigma; error 2e-9 at 10 sigma from the support
 _MIN_PANELS = 4
-_CHUNK = 2**22  # numbers in the largest intermediate of the search for near panels
+_CHUNK = 2**20  # numbers in the largest intermediate of the search for near panels
 
 
 class Distribution(ABC):
@@ -340,7 +340,7 @@ class Spirals(Distribution):
             middle = corners.mean(1) + self.noise / 2
             reach = (corners - corners.mean(1, keepdim=True)).norm(dim=-1).amax(1) * 1.1
             rows = (level == lv).nonzero()[:, 0]
-            for group in rows.split(max(1, _CHUNK // (8 * len(middle)))):
+            for group in rows.split(max(1, _CHUNK // (2 * len(middle)))):
                 gap = (y.detach()[group, None] - middle).abs() - self.noise / 2
                 distance = gap.clamp(min=0).norm(dim=-1)
                 limit = distance.amin(1).square() + 64 * sigma.detach()[group].square()
@@ -356,22 +356,26 @@ class Spirals(Distribution):
         y = x / self.scale
         if sigma is None:
             return self._clean_log_prob(y) - 2 * math.log(self.scale)
-        result = x.new_empty(len(x))
+        groups, values = [], []
         for group, row, log_p, _ in self._quadrature(y, sigma / self.scale):
             top = _row_max(log_p, row, len(group))
             total = torch.zeros_like(top).index_add(0, row, (log_p - top[row, None]).exp().sum(1))
-            result = result.index_copy(0, group, total.log() + top)
+            groups.append(group)
+            values.append(total.log() + top)
+        result = torch.cat(values)[torch.cat(groups).argsort()]
         return result - 2 * math.log(self.scale)
 
     def _score(self, x: Tensor, sigma: Tensor | None) -> Tensor:
         if sigma is None:
             raise ValueError("Spirals has no score without noise; pass sigma")
-        result = torch.empty_like(x)
+        groups, values = [], []
         for group, row, log_p, slope in self._quadrature(x / self.scale, sigma / self.scale):
             share = (log_p - _row_max(log_p, row, len(group))[row, None]).exp()
             total = x.new_zeros(len(group)).index_add(0, row, share.sum(1))
             weighted = x.new_zeros(len(group), 2).index_add(0, row, (share[..., None] * slope).sum(1))
-            result = result.index_copy(0, group, weighted / total[:, None])
+            groups.append(group)
+            values.append(weighted / total[:, None])
+        result = torch.cat(values)[torch.cat(groups).argsort()]
         return result / self.scale
 
     def _clean_log_prob(self, y: Tensor) -> Tensor:
