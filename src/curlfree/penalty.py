@@ -205,9 +205,18 @@ def directional(
 ) -> tuple[Tensor, Tensor]:
     """The field's value and ``J v`` by forward mode, both in the parameters' graph.
 
+    A field with a method ``tangents(x, sigma, (v, ...), **condition) -> (value, (J v, ...))`` propagates them
+    itself, as `curlfree.nets.NCSNpp` does in two thirds of the time; any other goes through PyTorch's forward
+    mode, which convolves a third time with zeros.
+
     Raises:
         ValueError: the field contains an operation without a forward-mode rule, or loses the tangent.
     """
+    tangents = getattr(field, "tangents", None)
+    if tangents is not None:
+        value, (Jv,) = tangents(x, sigma, (v.to(x.dtype),), **(condition or {}))
+        check_value(value, x)
+        return value, Jv
     with second_order(), forward_ad.dual_level():
         try:
             out = field(forward_ad.make_dual(x, v.to(x.dtype)), sigma, **(condition or {}))
