@@ -173,6 +173,20 @@ def test_resident_and_streamed_batches_are_bit_identical_for_any_number_of_worke
             assert torch.equal(together, getattr(expected, key))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("flip", [False, True])
+def test_resident_and_streamed_batches_are_bit_identical_on_a_gpu(flip):
+    images, labels = data(200, (32, 32, 3))
+    common = {"batch_size": 64, "seed": 9, "flip": flip, "device": "cuda"}
+    whole = Batches(images, labels, resident=True, **common)
+    streamed = Batches(images, labels, resident=False, **common).run(0, 20)
+    for step, batch in enumerate(streamed):
+        expected = whole.at(step)
+        assert batch.x0.device.type == "cuda"
+        assert torch.equal(batch.x0, expected.x0)
+        assert torch.equal(batch.labels, expected.labels)
+
+
 @settings(max_examples=20, deadline=None)
 @given(first=st.integers(0, 10**7), length=st.integers(0, 7), resident=st.booleans())
 def test_resuming_needs_the_step_number_only(first, length, resident):

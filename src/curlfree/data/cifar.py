@@ -148,6 +148,8 @@ class Cifar100:
         files.check(list(CIFAR100_MD5))
         where = f"{files.path}: meta"
         names = batch_entry(load_batch(files.read("meta"), where), f"{kind}_label_names", where)
+        if type(names) is not list:
+            raise ValueError(f"{where}: expected a list of class names, found {type(names).__name__}")
         classes = tuple(name.decode() if type(name) is bytes else str(name) for name in names)
         chunks = tuple(
             Chunk(

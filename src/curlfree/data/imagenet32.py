@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from curlfree.data.images import image_chunks, load_arrays
 from curlfree.data.parts import Chunk, Loaded, Source, checked_labels, file_key, load_npz, planes_to_nhwc
 from curlfree.data.pickles import batch_entry, load_batch
@@ -95,5 +93,4 @@ def _load_batch(path: Path) -> Loaded:
     where = str(path)
     batch = load_npz(path) if path.suffix == ".npz" else load_batch(path.read_bytes(), where)
     images = planes_to_nhwc(batch_entry(batch, "data", where), where)
-    labels = np.asarray(batch_entry(batch, "labels", where)) - 1
-    return images, checked_labels(labels, len(images), 1000, where)
+    return images, checked_labels(batch_entry(batch, "labels", where), len(images), 1000, where, first=1) - 1

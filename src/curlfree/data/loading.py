@@ -99,11 +99,6 @@ class Batches:
         self.whole = torch.tensor(images, device=self.device) if self.resident else None
         self._order = lru_cache(maxsize=2)(partial(_order, seed, len(images)))
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """How many steps one pass through the data takes."""
-        return len(self.images) / self.batch_size
-
     def rows(self, step: int) -> Tensor:
         """The rows of the data set in the global batch of a step, int64 (batch_size,)."""
         positions = torch.arange(step * self.batch_size, (step + 1) * self.batch_size)

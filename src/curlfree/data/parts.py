@@ -83,6 +83,7 @@ def planes_to_nhwc(rows: np.ndarray, where: str, side: int = 32) -> np.ndarray:
     Raises:
         ValueError: where the rows are not uint8 of that length.
     """
+    rows = np.asarray(rows)
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != 3 * side * side:
         raise ValueError(
             f"{where}: expected images as uint8 rows of {3 * side * side}, found {rows.dtype} {rows.shape}"
@@ -90,8 +91,10 @@ def planes_to_nhwc(rows: np.ndarray, where: str, side: int = 32) -> np.ndarray:
     return np.ascontiguousarray(rows.reshape(-1, 3, side, side).transpose(0, 2, 3, 1))
 
 
-def checked_labels(labels: Sequence[int] | np.ndarray, count: int, classes: int, where: str) -> np.ndarray:
-    """Labels as int64 (count,), all in [0, classes).
+def checked_labels(
+    labels: Sequence[int] | np.ndarray, count: int, classes: int, where: str, *, first: int = 0
+) -> np.ndarray:
+    """Labels as int64 (count,), all in [first, first + classes).
 
     Raises:
         ValueError: where their number or range is wrong.
@@ -102,8 +105,9 @@ def checked_labels(labels: Sequence[int] | np.ndarray, count: int, classes: int,
             f"{where}: expected {count} whole-number labels, found {values.dtype} {values.shape}"
         )
     values = values.astype(np.int64)
-    if count and not (0 <= values.min() and values.max() < classes):
+    if count and not (first <= values.min() and values.max() < first + classes):
         raise ValueError(
-            f"{where}: expected labels in [0, {classes}), found {values.min()} to {values.max()}"
+            f"{where}: expected labels in [{first}, {first + classes}), "
+            f"found {values.min()} to {values.max()}"
         )
     return values

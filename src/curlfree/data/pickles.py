@@ -8,6 +8,7 @@ numbers and strings are the pickle machine's own.
 
 import io
 import pickle
+import re
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,9 +33,9 @@ class _Dtype:
     __slots__ = ("dtype",)
 
     def __init__(self, code: str | bytes, *_: object) -> None:
+        if not re.fullmatch("[<>|=]?[biuf][1248]", _text(code)):
+            raise pickle.UnpicklingError(f"an array of type {code!r} is not allowed")
         self.dtype = np.dtype(_text(code))
-        if self.dtype.kind not in "biuf":
-            raise pickle.UnpicklingError(f"an array of type {self.dtype} is not allowed")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         order = _text(state[1])
@@ -62,7 +63,8 @@ class _Reconstruct:
     def __new__(cls, *_: object) -> Any:
         return _Array()
 
-    def __setstate__(self, state: object) -> None:
+    @staticmethod
+    def __setstate__(state: object) -> None:
         raise pickle.UnpicklingError("this object takes no state")
 
 
@@ -74,7 +76,8 @@ class _Encode:
             raise pickle.UnpicklingError(f"encoding {encoding!r} is not allowed")
         return text.encode("latin1")
 
-    def __setstate__(self, state: object) -> None:
+    @staticmethod
+    def __setstate__(state: object) -> None:
         raise pickle.UnpicklingError("this object takes no state")
 
 
@@ -112,11 +115,11 @@ def load_batch(raw: bytes, where: str) -> dict[str, Any]:
     """
     try:
         batch = _RestrictedUnpickler(io.BytesIO(raw), encoding="bytes").load()
+        if type(batch) is not dict:
+            raise pickle.UnpicklingError(f"expected a dictionary, found {type(batch).__name__}")
+        return {_text(key): value.array if type(value) is _Array else value for key, value in batch.items()}
     except _MALFORMED as error:
         raise ValueError(f"{where}: not a pickled batch of images, refused: {error}") from error
-    if type(batch) is not dict:
-        raise ValueError(f"{where}: expected a pickled dictionary, found {type(batch).__name__}")
-    return {_text(key): value.array if type(value) is _Array else value for key, value in batch.items()}
 
 
 def batch_entry(batch: dict[str, Any], key: str, where: str) -> Any:

@@ -69,5 +69,5 @@ def _load(path: Path, md5: str | None) -> Loaded:
     images, labels = entries["X"], entries["y"]
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[:3] != (32, 32, 3):
         raise ValueError(f"{path}: X must be uint8 (32, 32, 3, N), found {images.dtype} {images.shape}")
-    digits = checked_labels(labels.ravel(), images.shape[3], 11, str(path)) % 10
+    digits = checked_labels(labels.ravel(), images.shape[3], 10, str(path), first=1) % 10
     return np.ascontiguousarray(images.transpose(3, 0, 1, 2)), digits
