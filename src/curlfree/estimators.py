@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from curlfree.checks import check_batch, check_sigma, check_value
-from curlfree.operators import Condition, Field, Operator, central_difference, inner, jacobian
+from curlfree.operators import (
+    Condition,
+    Field,
+    Operator,
+    central_difference,
+    flat,
+    inner,
+    jacobian,
+    per_sample,
+)
 
 Draw = Callable[[], Tensor]
 Probe = Callable[[Tensor, torch.Generator | None], Tensor]
@@ -48,7 +57,7 @@ def gaussian(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def sphere(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A probe uniform on the sphere of radius sqrt(D), like `like`."""
-    v = gaussian(like, generator).flatten(1) if like.ndim > 1 else gaussian(like, generator)[:, None]
+    v = flat(gaussian(like, generator))
     return (v * math.sqrt(v.shape[1]) / v.norm(dim=1, keepdim=True)).view_as(like)
 
 
@@ -288,9 +297,13 @@ def circle_work(
     """
     check_batch(x0, None)
     check_sigma(sigma, x0)
+    if z1.shape != x0.shape or z2.shape != x0.shape:
+        raise ValueError(
+            f"the noise must have x0's shape {tuple(x0.shape)}, got {tuple(z1.shape)} and {tuple(z2.shape)}"
+        )
     if nodes < 3:
         raise ValueError(f"a loop needs at least 3 nodes, got {nodes}")
-    radius = sigma.view(-1, *[1] * (x0.ndim - 1))
+    radius = per_sample(sigma, x0)
     work = []
     for k in range(nodes):
         c, s = math.cos(2 * math.pi * k / nodes), math.sin(2 * math.pi * k / nodes)
@@ -316,5 +329,6 @@ def loop_work(
     Forward passes only: `nodes` of them. A field with random choices (dropout) does spurious work: call
     ``.eval()`` first.
     """
+    check_batch(x0, None)
     z1, z2 = gaussian(x0, generator), gaussian(x0, generator)
     return circle_work(field, x0, sigma, z1, z2, nodes=nodes, condition=condition).sum(0)

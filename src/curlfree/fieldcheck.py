@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curlfree.checks import check_batch, check_floating, check_value
+from curlfree.estimators import gaussian
 from curlfree.operators import Condition, Field, inner, jacobian
 
 
@@ -17,10 +18,10 @@ def check_field(
 ) -> None:
     """Find out whether a field can be measured and penalised, and say what is wrong if it cannot.
 
-    Checked on the batch given, which must have at least two samples: the value has x's shape and is finite;
-    two evaluations agree (modules are put in evaluation mode for that, and back); no sample's value depends
-    on another sample; the value has a gradient, which can be differentiated again, and whose two products
-    satisfy ``<u, J v> = <J^T u, v>``.
+    Checked on the batch given, which must have at least two samples: in the mode it is in, the values at the
+    first and the last sample depend on no other sample. In evaluation mode (modules are put there, and back):
+    the value has x's shape and is finite; two evaluations agree; the value has a gradient, which can be
+    differentiated again, and whose two products satisfy ``<u, J v> = <J^T u, v>``.
 
     Args:
         field: the vector field.
@@ -40,6 +41,7 @@ def check_field(
             raise ValueError(f"{name} must be finite")
     if sigma is not None and not bool((sigma > 0).all()):
         raise ValueError(f"sigma must be positive, got a minimum of {sigma.min():g}")
+    _check_independent(field, x, sigma, condition)
     modules = [m for m in field.modules() if m.training] if isinstance(field, nn.Module) else []
     for module in modules:
         module.training = False
@@ -48,6 +50,21 @@ def check_field(
     finally:
         for module in modules:
             module.training = True
+
+
+def _check_independent(field: Field, x: Tensor, sigma: Tensor | None, condition: Condition | None) -> None:
+    with torch.no_grad():
+        _, J = jacobian(field, x, sigma, condition=condition)
+        for sample in (0, -1):
+            only = torch.zeros_like(x)
+            only[sample] = gaussian(x[sample], torch.Generator().manual_seed(0))
+            others = (J.T @ only).clone()
+            others[sample] = 0
+            if bool((others != 0).any()):
+                raise ValueError(
+                    "the field mixes samples: the value at one depends on others; expected each sample's "
+                    "value to depend on that sample alone; replace BatchNorm by GroupNorm, or call .eval() first"
+                )
 
 
 def _check_evaluated(field: Field, x: Tensor, sigma: Tensor | None, condition: Condition | None) -> None:
@@ -66,20 +83,11 @@ def _check_evaluated(field: Field, x: Tensor, sigma: Tensor | None, condition: C
         )
     with torch.no_grad():
         _, J = jacobian(field, x, sigma, condition=condition)
-        signs = torch.ones_like(x).flatten()
-        signs[1::2] = -1
-        v = signs.view_as(x)
-        only_first = v.clone()
-        only_first[1:] = 0
-        pulled = J.T @ only_first
-        if bool((pulled[1:] != 0).any()):
-            raise ValueError(
-                "the field mixes samples: the value at the first one depends on others; expected each "
-                "sample's value to depend on that sample alone; replace BatchNorm by GroupNorm"
-            )
-        w = x.flip(0) if bool((x.flip(0) != 0).any()) else v
-        forward, backward = inner(w, J @ v), inner(J.T @ w, v)
-    scale = inner(w, w).sqrt() * inner(J.T @ w, J.T @ w).sqrt() + inner(w, J @ v).abs()
+        generator = torch.Generator().manual_seed(0)
+        v, w = gaussian(x, generator), gaussian(x, generator)
+        Jv, JTw = J @ v, J.T @ w
+    forward, backward = inner(w, Jv), inner(JTw, v)
+    scale = (inner(w, w) * inner(Jv, Jv)).sqrt() + (inner(JTw, JTw) * inner(v, v)).sqrt()
     tolerance = 1e3 * torch.finfo(first.dtype).eps
     if not bool((forward - backward).abs().le(tolerance * scale + torch.finfo(first.dtype).tiny).all()):
         raise ValueError(

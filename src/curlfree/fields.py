@@ -20,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curlfree.operators import inner, per_sample, second_order
+from curlfree.checks import check_floating
+from curlfree.operators import (
+    differentiable_point,
+    gradient,
+    inner,
+    ordinary,
+    outside_inference,
+    per_sample,
+    second_order,
+)
 from curlfree.processes import Linear, Process
 
 Network = Callable[..., Tensor]
@@ -98,15 +107,14 @@ class EnergyField(nn.Module):
         """The score; it keeps its graph if gradients are enabled."""
         differentiable = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad(), second_order():
-            point = x if x.requires_grad else (x.clone() if x.is_inference() else x.detach()).requires_grad_()
-            level = sigma.clone() if sigma is not None and sigma.is_inference() else sigma
-            E = self.energy(point, level, **condition)
+            point = differentiable_point(x)
+            E = self.energy(point, outside_inference(sigma), **ordinary(condition))
+            check_floating("the energy", E)
             if E.shape != x.shape[:1]:
                 raise ValueError(
                     f"an energy returns one number per sample, shape ({x.shape[0]},), got {tuple(E.shape)}"
                 )
-            (slope,) = torch.autograd.grad(E.sum(), point, create_graph=differentiable)
-        return -slope
+            return -gradient(E, point, torch.ones_like(E), create_graph=differentiable)
 
 
 class PaperEnergy(nn.Module):
@@ -291,10 +299,20 @@ class AngularVelocityPrediction(nn.Module):
     Args:
         network: ``v(y, t)``.
         process: the schedule it was trained with, variance preserving.
+
+    Raises:
+        ValueError: the process is not variance preserving.
     """
 
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
+        ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
+        variance = process.alpha(ends).square() * (1 + process.sigma(ends).square())
+        if not bool((variance - 1).abs().max() < 1e-6):
+            raise ValueError(
+                "v-prediction needs a variance-preserving process, alpha^2 (1 + sigma^2) = 1, such as VP or "
+                f"Discrete; got {type(process).__name__}"
+            )
         self.network, self.process = network, process
 
     def forward(self, x: Tensor, sigma: Tensor, **condition: Any) -> Tensor:

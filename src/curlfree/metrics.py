@@ -144,6 +144,8 @@ def audit(
     """
     check_batch(x0, None)
     check_estimator(estimator, probes)
+    if estimator == "loop":
+        raise ValueError("audit linearises the field once per level; use 'pair', which 'loop' approximates")
     if nodes < 6 or nodes % 2:
         raise ValueError(f"nodes must be an even number of at least 6, got {nodes}")
     rows = x0.shape[0]
@@ -151,6 +153,8 @@ def audit(
     if x0.shape[0] < 2:
         raise ValueError(f"a standard error needs at least two images, got {x0.shape[0]}")
     sigmas = process.levels(levels) if isinstance(levels, int) else levels.sort(descending=True).values
+    if len(sigmas) == 0:
+        raise ValueError("audit needs at least one noise level, got none")
     few = torch.arange(2, device=x0.device)
     for sigma in (sigmas.max(), sigmas.min()):
         check_field(field, x0[:2], sigma.to(x0).expand(2), condition=restrict(condition, few, rows))

@@ -66,6 +66,9 @@ def dsm(field: Field, x0: Tensor, sigma: Tensor, z: Tensor, *, condition: Condit
         z: unit noise like x0.
         condition: keyword arguments for the field.
     """
+    check_batch(x0, sigma)
+    if z.shape != x0.shape:
+        raise ValueError(f"z must have x0's shape {tuple(x0.shape)}, got {tuple(z.shape)}")
     level = per_sample(sigma, x0)
     return esm(field, x0 + level * z, sigma, -z / level, condition=condition)
 
@@ -133,6 +136,11 @@ def total_loss(
     Returns:
         The scalars; call ``.total.backward()`` once.
     """
+    if score_matching.shape != x.shape[:1]:
+        raise ValueError(
+            f"score_matching must have one loss per sample, shape ({x.shape[0]},), got "
+            f"{tuple(score_matching.shape)}; leave the mean to total_loss"
+        )
     weight = 1.0 if sigma is None else weighting(sigma)
     sm = (weight * score_matching).mean()
     if lmbda == 0:

@@ -17,17 +17,27 @@ respect to the field's parameters. Where x itself requires a gradient, it flows 
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import check_batch, check_value
 
 Condition = Mapping[str, Any]
+
+NO_DERIVATIVE = (
+    "the field's value does not depend on x through autograd: expected a function of x; "
+    "remove .detach() or torch.no_grad() inside the field, or add 0 * x to a constant field"
+)
+NO_SECOND_DERIVATIVE = (
+    "J v needs the derivative of J^T u, and autograd knows none: expected operations whose backward pass can "
+    "be differentiated; mend custom autograd functions, or add 0 * x to a piecewise constant field"
+)
 
 
 class Field(Protocol):
@@ -56,10 +66,10 @@ class Operator:
     def from_matrix(cls, matrix: Tensor, event: tuple[int, ...] | None = None) -> "Operator":
         """The operator of dense matrices of shape (B, D, D), on vectors of shape (B, *event)."""
         batch, size, _ = matrix.shape
-        like = matrix.new_empty((batch, *(event or (size,))))
+        like = matrix.new_empty((batch, *((size,) if event is None else event)))
 
         def product(m: Tensor, v: Tensor) -> Tensor:
-            return torch.einsum("bij,bj->bi", m, v.flatten(1)).view_as(v)
+            return torch.einsum("bij,bj->bi", m, flat(v)).view_as(v)
 
         return cls(lambda v: product(matrix, v), lambda u: product(matrix.mT, u), like)
 
@@ -98,9 +108,9 @@ class Operator:
         """The D rows ``A^T e_i`` of the matrices, each of shape (B, D), by D transposed products."""
         size = self.like[0].numel()
         for i in range(size):
-            e = torch.zeros_like(self.like).flatten(1)
+            e = flat(torch.zeros_like(self.like, memory_format=torch.contiguous_format))
             e[:, i] = 1
-            yield self.rmv(e.view_as(self.like)).flatten(1)
+            yield flat(self.rmv(e.view_as(self.like)))
 
     def dense(self) -> Tensor:
         """The matrices, of shape (B, D, D), by D transposed products."""
@@ -129,21 +139,26 @@ def jacobian(
     check_batch(x, sigma)
     differentiable = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad(), second_order():
-        point = _differentiable_point(x)
-        value = field(point, None if sigma is None else _outside_inference(sigma), **(condition or {}))
+        point = differentiable_point(x)
+        value = field(point, outside_inference(sigma), **ordinary(condition))
         check_value(value, x)
         check_has_gradient(value)
         u = torch.zeros_like(value, requires_grad=True)
     pulled: list[Tensor] = []  # u -> J^T u, made on first use and kept
+    # What a checkpoint recomputes here must be recomputed alike in the caller's backward, out of reach.
+    recomputing = nullcontext if differentiable else second_order
 
     def rmv(w: Tensor) -> Tensor:
-        return _grad(value, point, w.to(value.dtype), create_graph=differentiable)
+        with recomputing():
+            return gradient(value, point, w.to(value.dtype), create_graph=differentiable)
 
     def mv(v: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), recomputing():
             if not pulled:
-                pulled.append(_grad(value, point, u, create_graph=True))
-            return _grad(pulled[0], u, v.to(point.dtype), create_graph=differentiable)
+                pulled.append(gradient(value, point, u, create_graph=True))
+            return gradient(
+                pulled[0], u, v.to(point.dtype), create_graph=differentiable, otherwise=NO_SECOND_DERIVATIVE
+            )
 
     return value if differentiable else value.detach(), Operator(mv, rmv, x.detach())
 
@@ -179,10 +194,10 @@ def central_difference(
     replay = Replay(x.device)
     value = field(x, sigma, **(condition or {}))
     check_value(value, x)
-    if torch.finfo(value.dtype).bits < 32:
+    if min(torch.finfo(value.dtype).bits, torch.finfo(x.dtype).bits) < 32:
         raise TypeError(
-            f"finite differences need float32 or float64, the field returned {value.dtype}: "
-            "rounding would be larger than the differences; use estimator='skew'"
+            f"finite differences need float32 or float64, x is {x.dtype} and the field returned "
+            f"{value.dtype}: rounding would be larger than the differences; use estimator='skew'"
         )
     h = step if step is not None else torch.finfo(value.dtype).eps ** 0.25
     width = h if sigma is None else per_sample(h * sigma, x)
@@ -231,6 +246,9 @@ def second_order() -> Iterator[None]:
     The fused attention kernels have no second derivative and no forward-mode rule, so attention runs as plain
     softmax products; a network wrapped in `torch.compile` runs eagerly, because AOTAutograd's backward cannot
     be differentiated. Inside a trace (the user compiles the whole loss) nothing is changed.
+
+    Activation checkpointing evaluates once more in the backward pass: where it encloses fused attention or
+    compiled parts, put the whole training step, with its ``.backward()``, inside ``with second_order():``.
     """
     if torch.compiler.is_compiling():
         yield
@@ -243,8 +261,19 @@ def second_order() -> Iterator[None]:
             yield
 
 
+def flat(v: Tensor) -> Tensor:
+    """Vectors of shape (B, *event) as (B, D); D = 1 for scalar events, shape (B,)."""
+    return v.reshape(v.shape[0], -1)
+
+
 def per_sample(c: Tensor, like: Tensor) -> Tensor:
-    """One number for each sample, shape (B,), shaped so that it multiplies vectors like `like`."""
+    """One number for each sample, shape (B,), shaped so that it multiplies vectors like `like`.
+
+    Raises:
+        TypeError: `c` is not a tensor.
+    """
+    if not isinstance(c, Tensor):
+        raise TypeError(f"expected a tensor of noise levels, one per sample, got {c!r}")
     return c.view(-1, *[1] * (like.ndim - 1)) if c.ndim else c
 
 
@@ -267,30 +296,48 @@ def check_has_gradient(value: Tensor) -> None:
         )
 
 
-def _differentiable_point(x: Tensor) -> Tensor:
-    if x.requires_grad:
-        return x.view_as(x)
-    return _outside_inference(x).detach().requires_grad_()
+def differentiable_point(x: Tensor) -> Tensor:
+    """x to differentiate by: connected to x where x requires a gradient, a leaf of its own otherwise."""
+    return x.view_as(x) if x.requires_grad else outside_inference(x).detach().requires_grad_()
 
 
-def _outside_inference(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
+def outside_inference(argument: Any) -> Any:
+    """The argument, as an ordinary copy if it is a tensor made in inference mode, which autograd refuses."""
+    return argument.clone() if isinstance(argument, Tensor) and argument.is_inference() else argument
 
 
-def _grad(output: Tensor, point: Tensor, weight: Tensor, *, create_graph: bool) -> Tensor:
-    """``d<weight, output>/d point``, the graph kept."""
-    with torch.inference_mode(False):
-        (gradient,) = torch.autograd.grad(
-            output,
-            point,
-            _outside_inference(weight),
-            create_graph=create_graph,
-            retain_graph=True,
-            allow_unused=True,
-        )
-    if gradient is None:
+def ordinary(condition: Condition | None) -> dict[str, Any]:
+    """The keyword arguments for the field, each as `outside_inference` gives it."""
+    return {name: outside_inference(value) for name, value in (condition or {}).items()}
+
+
+def gradient(
+    output: Tensor, point: Tensor, weight: Tensor, *, create_graph: bool, otherwise: str = NO_DERIVATIVE
+) -> Tensor:
+    """``d<weight, output>/d point``, the graph kept; where autograd knows none, the error says `otherwise`.
+
+    Raises:
+        ValueError: the output does not depend on the point, or what activation checkpointing recomputes
+            differs from what it saved.
+    """
+    if not output.requires_grad:
+        raise ValueError(otherwise)
+    try:
+        with torch.inference_mode(False):
+            (slope,) = torch.autograd.grad(
+                output,
+                point,
+                outside_inference(weight),
+                create_graph=create_graph,
+                retain_graph=True,
+                allow_unused=True,
+            )
+    except CheckpointError as error:
         raise ValueError(
-            "the field's value does not depend on x through autograd: expected a function of x; "
-            "remove .detach() or torch.no_grad() inside the field, or add 0 * x to a constant field"
-        )
-    return gradient
+            "activation checkpointing recomputed something else than it saved, fused attention or compiled "
+            "code for example: expected the same; put the training step, with its .backward(), inside "
+            "'with curlfree.operators.second_order():'"
+        ) from error
+    if slope is None:
+        raise ValueError(otherwise)
+    return slope

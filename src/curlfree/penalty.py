@@ -24,10 +24,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import can_look, check_batch, check_value
 from curlfree.estimators import Probe, asymmetry, check_estimator, rademacher
-from curlfree.operators import Condition, Field, Replay, check_has_gradient, inner, second_order
+from curlfree.operators import (
+    Condition,
+    Field,
+    Replay,
+    check_has_gradient,
+    differentiable_point,
+    inner,
+    ordinary,
+    outside_inference,
+    second_order,
+)
 
 Form = Literal["double", "dual"]
 
@@ -117,7 +128,8 @@ def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
         ValueError: neither a number nor one number per sample.
     """
     if not isinstance(weight, Tensor):
-        weight = torch.tensor(float(weight), device=x.device)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = torch.tensor(float(weight), device=x.device, dtype=dtype)
     if weight.shape not in ((), x.shape[:1]):
         raise ValueError(
             f"weight must be a number or one per sample, shape ({x.shape[0]},), got {tuple(weight.shape)}"
@@ -162,15 +174,21 @@ def dual(
         condition: keyword arguments for the field.
 
     Raises:
-        ValueError: the field has no forward-mode rule or no gradient, or (found on the CPU only, where
-            looking is free) draws random numbers that cannot be replayed.
+        ValueError: the field has no forward-mode rule or no gradient, uses activation checkpointing, or
+            (found on the CPU only, where looking is free) draws random numbers that cannot be replayed.
     """
     replay = Replay(x.device)
-    with torch.enable_grad():
-        point = x.detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        point = differentiable_point(x.detach())
+        v, sigma, condition = outside_inference(v), outside_inference(sigma), ordinary(condition)
         value, Jv = directional(field, point, sigma, v, condition)
         check_has_gradient(value)
-        (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype), retain_graph=True)
+        try:
+            (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype), retain_graph=True)
+        except CheckpointError as error:
+            raise ValueError(
+                "activation checkpointing does not recompute forward-mode tangents; use form='double'"
+            ) from error
         estimate, left, right = DUALS[estimator](v, Jv.detach(), JTv)
         with replay:
             again, Jr = directional(field, point, sigma, right, condition)

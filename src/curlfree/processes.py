@@ -85,7 +85,7 @@ class Process(ABC):
 
     def prior_log_prob(self, x: Tensor) -> Tensor:
         """The prior's log-density in nats at x of shape (B, *event), shape (B,)."""
-        z = ((x - self.data_mean) / self.prior_std).flatten(1)
+        z = ((x - self.data_mean) / self.prior_std).reshape(x.shape[0], -1)
         constant = math.log(self.prior_std) + 0.5 * math.log(2 * math.pi)
         return -0.5 * z.square().sum(1) - z.shape[1] * constant
 
@@ -95,8 +95,8 @@ class Process(ABC):
                 f"{type(self).__name__} needs {low} <= t_min < t_max <= {high}, "
                 f"got t_min={self.t_min}, t_max={self.t_max}"
             )
-        if self.data_std < 0:
-            raise ValueError(f"data_std must not be negative, got {self.data_std}")
+        if not 0 <= self.data_std < math.inf:
+            raise ValueError(f"data_std must be finite and not negative, got {self.data_std}")
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,10 @@ class Discrete(Process):
 
     def __post_init__(self) -> None:
         table = torch.tensor(self.sigmas, dtype=torch.float64)
-        if len(table) < 2 or not bool((table.diff() > 0).all()) or table[0] <= 0:
+        if len(table) < 2 or not bool((table.diff() > 0).all()) or not 0 < table[0] or table[-1].isinf():
             raise ValueError(
-                f"Discrete needs at least two increasing positive noise levels, got {len(table)} of them"
+                "Discrete needs at least two increasing, positive, finite noise levels, got "
+                f"{len(table)} of them: {', '.join(f'{s:g}' for s in self.sigmas[:4])}..."
             )
         object.__setattr__(self, "t_max", min(self.t_max, len(table) - 1.0))
         self._check_times(0.0, len(table) - 1.0)
