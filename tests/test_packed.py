@@ -63,6 +63,7 @@ def test_the_documented_layout_can_be_read_without_this_library(tmp_path):
     parts = arrays(3, 2)
     raw = prepare(source_of(parts), tmp_path / "d").path.read_bytes()
     assert raw[:8] == b"CURLPACK"
+    assert not (tmp_path / "d").stat().st_mode & 0o111
     version, length = np.frombuffer(raw, "<u4", 2, 8)
     assert version == 1 and (48 + length) % 4096 == 0
     text = raw[48 : 48 + length]

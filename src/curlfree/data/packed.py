@@ -191,7 +191,10 @@ def prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     journal = out.with_name(f".{out.name}.partial.journal")
-    with open(journal, "a+") as notes, open(os.open(partial, os.O_RDWR | os.O_CREAT), "r+b") as payload:
+    with (
+        open(journal, "a+") as notes,
+        open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as payload,
+    ):
         fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
         writer = _Writer(payload, notes, source, "no" if size is None else f"{resample} {size}")
         for chunk in _shown(source.chunks[len(writer.done) :], progress):
