@@ -71,9 +71,9 @@ def train(data: Tensor, steps: int, seed: int) -> NCSNpp:
     average = torch.optim.swa_utils.AveragedModel(
         net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
     )
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     for step in range(steps):
-        x0, sigma, z = noisy(data, 64, stream(seed, step, "batch"))
+        x0, sigma, z = noisy(data, 32, stream(seed, step, "batch"))
         loss = (sigma**2 * cf.dsm(net, x0, sigma, z)).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--data", help="a packed data set, made by `curlfree prepare`")
     parser.add_argument("--out", type=Path, required=True, help="the record, JSON")
     parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--photos", type=int, default=8)
     parser.add_argument("--draws", type=int, default=5000)
     parser.add_argument("--gradients", type=int, default=400)
