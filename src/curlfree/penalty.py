@@ -12,8 +12,9 @@ Two forms give the same number and the same gradient.
 
 (For skew, d 1/2||b - a||^2 = <q, dJ v> - <q, dJ^T v> and <q, dJ^T v> = <v, dJ q>.) Directional derivatives
 J v and J q come from forward mode, so what is left is one backward through ordinary layers: on GPUs, where
-double backward through convolutions costs far more than its arithmetic, that is the fast way. Its first pass
-gives J v, and J^T v by a backward to the input; its second pass gives J q with the same dropout masks. The
+double backward through convolutions costs far more than its arithmetic, that is the fast way. A first pass
+gives J v, and J^T v by a backward to the input, and is forgotten; a second one, with the same dropout masks,
+gives J v and J q for the gradient. The
 value of the surrogate is not the penalty (it is twice the skew one); the scalar returned here has the
 estimate's value and the surrogate's gradient.
 """
@@ -181,17 +182,17 @@ def dual(
     with torch.inference_mode(False), torch.enable_grad():
         point = differentiable_point(x.detach())
         v, sigma, condition = outside_inference(v), outside_inference(sigma), ordinary(condition)
-        value, Jv = directional(field, point, sigma, v, condition)
+        value, (Jv,) = directional(field, point, sigma, (v,), condition)
         check_has_gradient(value)
         try:
-            (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype), retain_graph=True)
+            (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype))
         except CheckpointError as error:
             raise ValueError(
                 "activation checkpointing does not recompute forward-mode tangents; use form='double'"
             ) from error
         estimate, left, right = DUALS[estimator](v, Jv.detach(), JTv)
         with replay:
-            again, Jr = directional(field, point, sigma, right, condition)
+            again, (Jv, Jr) = directional(field, point, sigma, (v, right), condition)
     if can_look(value) and not torch.equal(value, again):
         raise ValueError(
             "the field gave two values at one point although the random state was replayed: expected random "
@@ -219,22 +220,34 @@ DUALS: Mapping[str, Dual] = {"skew": _skew_dual, "paper": _paper_dual}
 
 
 def directional(
-    field: Field, x: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None = None
-) -> tuple[Tensor, Tensor]:
-    """The field's value and ``J v`` by forward mode, both in the parameters' graph.
+    field: Field, x: Tensor, sigma: Tensor | None, vs: tuple[Tensor, ...], condition: Condition | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The field's value and ``J v`` for each v by forward mode, all in the parameters' graph.
 
-    A field with a method ``tangents(x, sigma, (v, ...), **condition) -> (value, (J v, ...))`` propagates them
-    itself, as `curlfree.nets.NCSNpp` does in two thirds of the time; any other goes through PyTorch's forward
-    mode, which convolves a third time with zeros.
+    A field with a method ``tangents(x, sigma, vs, **condition) -> (value, (J v, ...))`` propagates them
+    itself, as `curlfree.nets.NCSNpp` does: all tangents share the primal, and each layer acts once on the
+    whole stack. Any other goes through PyTorch's forward mode, once for each v with the random choices
+    replayed; there every convolution runs a third time, on zeros.
 
     Raises:
         ValueError: the field contains an operation without a forward-mode rule, or loses the tangent.
     """
     tangents = getattr(field, "tangents", None)
     if tangents is not None:
-        value, (Jv,) = tangents(x, sigma, (v.to(x.dtype),), **(condition or {}))
+        value, products = tangents(x, sigma, tuple(v.to(x.dtype) for v in vs), **(condition or {}))
         check_value(value, x)
-        return value, Jv
+        return value, products
+    replay = Replay(x.device)
+    value, *rest = _forward_mode(field, x, sigma, vs[0], condition)
+    for v in vs[1:]:
+        with replay:
+            rest.append(_forward_mode(field, x, sigma, v, condition)[1])
+    return value, tuple(rest)
+
+
+def _forward_mode(
+    field: Field, x: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None
+) -> tuple[Tensor, Tensor]:
     with second_order(), forward_ad.dual_level():
         try:
             out = field(forward_ad.make_dual(x, v.to(x.dtype)), sigma, **(condition or {}))
