@@ -303,6 +303,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         net(x, None)
     with pytest.raises(ValueError, match="direction"):
         net.tangents(x, sigma, (x[:1],))
+    masks = net.draw_masks(3, torch.Generator().manual_seed(0))
+    for wrong in (masks, masks[:-1]):
+        with pytest.raises(ValueError, match=r"draw_masks\(2\)"):
+            net(x, sigma, masks=wrong)
     with pytest.raises(ValueError, match="without classes"):
         net(x, sigma, torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="labels must have shape"):

@@ -213,12 +213,14 @@ class NCSNpp(nn.Module):
             The score, shaped like x, and ``J v`` for each v.
 
         Raises:
-            ValueError: a shape does not fit the network, or labels were given to an unconditional one.
+            ValueError: a shape or the masks do not fit the network, or labels were given to an unconditional one.
         """
         config, k = self.config, len(vs)
         self._check(x, sigma, vs, labels)
         if masks is None:
             masks = self.draw_masks(x.shape[0]) if self.training else ()
+        if [mask.shape for mask in masks] not in ([], [(x.shape[0], *shape) for shape in self.mask_shapes]):
+            raise ValueError(f"masks must be what draw_masks({x.shape[0]}) returns, for a batch of this size")
         mask: Iterator[Tensor | None] = iter(masks) if masks else itertools.repeat(None)
         layer = iter(self.all_modules)
         t = next(layer)(sigma)
