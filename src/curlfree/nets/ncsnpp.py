@@ -213,7 +213,7 @@ class NCSNpp(nn.Module):
             The score, shaped like x, and ``J v`` for each v.
 
         Raises:
-            ValueError: a shape or the masks do not fit the network, or labels were given to an unconditional one.
+            ValueError: a shape or the masks do not fit, or labels were given to an unconditional network.
         """
         config, k = self.config, len(vs)
         self._check(x, sigma, vs, labels)
