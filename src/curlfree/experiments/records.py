@@ -1,0 +1,200 @@
+"""Records: what an experiment hands to its report, as plain data that survives a JSON file.
+
+A `Record` holds everything that the report shows, so that a report can be made again, or compared, without
+running anything. Numbers are stored as computed; a value that does not exist (a time never reached) is None,
+because JSON has no infinity.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "metrics.json"
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the report.
+
+    Args:
+        title: what it shows.
+        columns: the heads; the first column labels the rows.
+        rows: cells, as many in each row as there are columns; None is shown as a dash.
+        note: how the numbers were computed.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse rows of another length than the heads.
+
+        Raises:
+            ValueError: a row has too few or too many cells.
+        """
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(
+                    f"table {self.title!r} has {len(self.columns)} columns, got {len(row)} cells: {row}"
+                )
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of the report, stored beside it as ``NAME.svg`` and ``NAME.png`` (and dark versions).
+
+    Args:
+        name: the file name without its ending.
+        title: what it shows, in a few words; also the text alternative.
+        caption: what to see in it.
+        how: how it was computed.
+    """
+
+    name: str
+    title: str
+    caption: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A point where the result and the paper differ.
+
+    Args:
+        paper: what the paper says.
+        ours: what came out here.
+        why: the cause, as far as it was measured.
+    """
+
+    paper: str
+    ours: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one experiment.
+
+    Args:
+        experiment: its name.
+        title: the heading of its report.
+        mode: "paper" or "corrected".
+        quick: whether it was the small version.
+        summary: what came out, a few sentences.
+        config: every constant of the run.
+        seeds: the training seeds.
+        values: the raw values, plain JSON.
+        tables: the tables of the report.
+        plots: the figures of the report.
+        disagreements: where it differs from the paper, and why.
+        provenance: software, commit and hardware (`provenance`).
+    """
+
+    experiment: str
+    title: str
+    mode: str
+    quick: bool
+    summary: list[str]
+    config: dict[str, Any]
+    seeds: list[int]
+    values: dict[str, Any]
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    disagreements: list[Disagreement] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> Path:
+        """Write the record as ``metrics.json`` into `folder`, whole or not at all.
+
+        Raises:
+            ValueError: a number is NaN or infinite.
+        """
+        text = json.dumps(asdict(self), indent=1, allow_nan=False)
+        path = folder / FILE_NAME
+        part = path.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, folder: Path) -> "Record":
+        """Read the record of a folder.
+
+        Raises:
+            ValueError: the folder holds no record, or another kind of file.
+        """
+        path = folder / FILE_NAME
+        if not path.is_file():
+            raise ValueError(f"expected a record at {path}, found none; make one with `curlfree reproduce`")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            tables = [Table(**table) for table in data.pop("tables")]
+            plots = [Plot(**plot) for plot in data.pop("plots")]
+            disagreements = [Disagreement(**item) for item in data.pop("disagreements")]
+            return cls(tables=tables, plots=plots, disagreements=disagreements, **data)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is not the record of an experiment ({error!r}); run it again"
+            ) from error
+
+
+def provenance(seconds: float, device: str | None = None) -> dict[str, Any]:
+    """What made a result: versions, commit, hardware and the time it took.
+
+    Args:
+        seconds: wall-clock time of the run.
+        device: name of the accelerator, None for the processor.
+    """
+    packages = ("curlfree", "torch", "numpy", "scipy", "torchdiffeq", "matplotlib")
+    return {
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "hardware": {
+            "device": device or _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "seconds": round(seconds, 2),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs, with "-dirty" if it was changed; None if it is installed."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
