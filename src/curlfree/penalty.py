@@ -24,11 +24,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import can_look, check_batch, check_value
 from curlfree.estimators import Probe, asymmetry, check_estimator, rademacher
+from curlfree.forwardmode import forward_mode
 from curlfree.operators import (
     Condition,
     Field,
@@ -38,7 +38,6 @@ from curlfree.operators import (
     inner,
     ordinary,
     outside_inference,
-    second_order,
 )
 
 Form = Literal["double", "dual"]
@@ -102,8 +101,38 @@ def qc_loss(
         chosen = subset(x.shape[0], fraction, generator, x.device)
         condition = restrict(condition, chosen, x.shape[0])
         x, sigma, weight = x[chosen], None if sigma is None else sigma[chosen], weight[chosen]
+    estimate = estimates(
+        field,
+        x,
+        sigma,
+        estimator=estimator,
+        form=form,
+        probes=probes,
+        probe=probe,
+        generator=generator,
+        condition=condition,
+    )
+    return (weight * estimate).mean()
+
+
+def estimates(
+    field: Field,
+    x: Tensor,
+    sigma: Tensor | None = None,
+    *,
+    estimator: str = "skew",
+    form: Form = "double",
+    probes: int = 1,
+    probe: Probe = rademacher,
+    generator: torch.Generator | None = None,
+    condition: Condition | None = None,
+) -> Tensor:
+    """What `qc_loss` averages: one estimate of the asymmetry per sample, shape (B,), with its gradient.
+
+    For loops that choose the samples themselves; the arguments are those of `qc_loss`.
+    """
     if form == "double":
-        estimate = asymmetry(
+        return asymmetry(
             field,
             x,
             sigma,
@@ -113,13 +142,11 @@ def qc_loss(
             generator=generator,
             condition=condition,
         )
-    else:
-        draws = [
-            dual(field, x, sigma, probe(x, generator), estimator=estimator, condition=condition)
-            for _ in range(probes)
-        ]
-        estimate = sum(draws[1:], draws[0]) / probes
-    return (weight * estimate).mean()
+    draws = [
+        dual(field, x, sigma, probe(x, generator), estimator=estimator, condition=condition)
+        for _ in range(probes)
+    ]
+    return sum(draws[1:], draws[0]) / probes
 
 
 def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
@@ -238,32 +265,11 @@ def directional(
         check_value(value, x)
         return value, products
     replay = Replay(x.device)
-    value, *rest = _forward_mode(field, x, sigma, vs[0], condition)
+    value, *rest = forward_mode(field, x, sigma, vs[0], condition)
     for v in vs[1:]:
         with replay:
-            rest.append(_forward_mode(field, x, sigma, v, condition)[1])
+            rest.append(forward_mode(field, x, sigma, v, condition)[1])
     return value, tuple(rest)
-
-
-def _forward_mode(
-    field: Field, x: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None
-) -> tuple[Tensor, Tensor]:
-    with second_order(), forward_ad.dual_level():
-        try:
-            out = field(forward_ad.make_dual(x, v.to(x.dtype)), sigma, **(condition or {}))
-        except NotImplementedError as error:
-            raise ValueError(
-                "the detached dual needs forward-mode derivatives, and the field uses an operation that has "
-                f"none; use form='double' ({str(error).splitlines()[0]})"
-            ) from error
-        check_value(out, x)
-        value, Jv = forward_ad.unpack_dual(out)
-    if Jv is None:
-        raise ValueError(
-            "the field lost the forward-mode tangent: expected operations that forward mode can follow from "
-            "x; use form='double', or remove .detach() inside the field"
-        )
-    return value, Jv
 
 
 def algorithm1(
