@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import check_batch, check_value
+from curlfree.mended import TWICE_BACKWARD, Mended
 
 Condition = Mapping[str, Any]
 
@@ -244,8 +245,9 @@ def second_order() -> Iterator[None]:
     """Evaluate networks so that the result can be differentiated twice, whatever they are made of.
 
     The fused attention kernels have no second derivative and no forward-mode rule, so attention runs as plain
-    softmax products; a network wrapped in `torch.compile` runs eagerly, because AOTAutograd's backward cannot
-    be differentiated. Inside a trace (the user compiles the whole loss) nothing is changed.
+    softmax products; normalisations run as elementary operations (`curlfree.mended`); a network wrapped in
+    `torch.compile` runs eagerly, because AOTAutograd's backward cannot be differentiated. Inside a trace (the
+    user compiles the whole loss) nothing is changed.
 
     Activation checkpointing evaluates once more in the backward pass: where it encloses fused attention or
     compiled parts, put the whole training step, with its ``.backward()``, inside ``with second_order():``.
@@ -253,7 +255,7 @@ def second_order() -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), Mended(TWICE_BACKWARD):
         if "torch._dynamo" in sys.modules:  # nothing can be compiled before it is imported, and that is slow
             with torch.compiler.set_stance("force_eager"):
                 yield

@@ -24,11 +24,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import can_look, check_batch, check_value
 from curlfree.estimators import Probe, asymmetry, check_estimator, rademacher
-from curlfree.forwardmode import forward_mode
+from curlfree.mended import FORWARD_MODE, Mended
 from curlfree.operators import (
     Condition,
     Field,
@@ -38,6 +39,7 @@ from curlfree.operators import (
     inner,
     ordinary,
     outside_inference,
+    second_order,
 )
 
 Form = Literal["double", "dual"]
@@ -265,11 +267,32 @@ def directional(
         check_value(value, x)
         return value, products
     replay = Replay(x.device)
-    value, *rest = forward_mode(field, x, sigma, vs[0], condition)
+    value, *rest = _forward_mode(field, x, sigma, vs[0], condition)
     for v in vs[1:]:
         with replay:
-            rest.append(forward_mode(field, x, sigma, v, condition)[1])
+            rest.append(_forward_mode(field, x, sigma, v, condition)[1])
     return value, tuple(rest)
+
+
+def _forward_mode(
+    field: Field, x: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None = None
+) -> tuple[Tensor, Tensor]:
+    with second_order(), forward_ad.dual_level(), Mended(FORWARD_MODE):
+        try:
+            out = field(forward_ad.make_dual(x, v.to(x.dtype)), sigma, **(condition or {}))
+        except NotImplementedError as error:
+            raise ValueError(
+                "the detached dual needs forward-mode derivatives, and the field uses an operation that has "
+                f"none; use form='double' ({str(error).splitlines()[0]})"
+            ) from error
+        check_value(out, x)
+        value, Jv = forward_ad.unpack_dual(out)
+    if Jv is None:
+        raise ValueError(
+            "the field lost the forward-mode tangent: expected operations that forward mode can follow from "
+            "x; use form='double', or remove .detach() inside the field"
+        )
+    return value, Jv
 
 
 def algorithm1(
