@@ -14,16 +14,17 @@ Two forms give the same number and the same gradient.
 J v and J q come from forward mode, so what is left is one backward through ordinary layers: on GPUs, where
 double backward through convolutions costs far more than its arithmetic, that is the fast way. A first pass
 gives J v, and J^T v by a backward to the input, and is forgotten; a second one, with the same dropout masks,
-gives J v and J q for the gradient. The
-value of the surrogate is not the penalty (it is twice the skew one); the scalar returned here has the
-estimate's value and the surrogate's gradient.
+gives J v and J q for the gradient. q is a small difference of large terms, so the first pass never runs in
+autocast's half precision; the second may. The value of the surrogate is not the penalty (it is twice the skew
+one); the scalar returned here has the estimate's value and the surrogate's gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
@@ -42,7 +43,13 @@ from curlfree.operators import (
     second_order,
 )
 
-Form = Literal["double", "dual"]
+Form = Literal["auto", "double", "dual"]
+
+AUTO_FRACTION = 1 / 32
+"""``fraction="auto"``. A fraction rho of the batch adds lambda^2 Var_QC/(rho B) to the variance Var_SM/B of
+score matching's gradient: at most 5 % of it if rho >= 20 lambda^2 Var_QC/Var_SM. At the paper's lambda = 1e-4
+that bound was 0.003 on a trained network (D = 256); 1/32 leaves a factor of ten and costs 3 + 13/32 forward
+passes instead of 3. For other weights and networks measure the bound: `curlfree.budget.penalty_noise`."""
 
 
 def qc_loss(
@@ -51,9 +58,9 @@ def qc_loss(
     sigma: Tensor | None = None,
     *,
     weight: float | Tensor,
-    fraction: float = 1.0,
+    fraction: float | Literal["auto"] = 1.0,
     estimator: str = "skew",
-    form: Form = "double",
+    form: Form = "auto",
     probes: int = 1,
     probe: Probe = rademacher,
     generator: torch.Generator | None = None,
@@ -67,10 +74,12 @@ def qc_loss(
         x: points, of shape (B, *event).
         sigma: noise levels, of shape (B,), or None.
         weight: a number or one per sample, shape (B,): lambda times ``sigma^2`` (the paper) or ``sigma^4``.
-        fraction: the part of the batch, drawn at random, that the penalty is evaluated on. The mean over
-            it is unbiased for the mean over the batch, and the cost falls in proportion.
+        fraction: the part of the batch, drawn at random, that the penalty is evaluated on, at least one
+            sample; "auto" is `AUTO_FRACTION`. The mean over it is unbiased for the mean over the batch, and
+            the cost falls in proportion.
         estimator: a key of `curlfree.estimators.ESTIMATORS`.
-        form: "double" (double backward, any estimator) or "dual" (detached dual, "skew" and "paper").
+        form: "double" (double backward, any estimator), "dual" (detached dual, "skew" and "paper"), or
+            "auto": "dual" for fields that propagate their own tangents (`directional`), else "double".
         probes: how many estimates are averaged.
         probe: the distribution of the probes.
         generator: the source of the subset and the probes; by default PyTorch's own.
@@ -90,14 +99,16 @@ def qc_loss(
     check_batch(x, sigma)
     check_estimator(estimator, probes)
     weight = check_weight(weight, x)
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
+    if fraction == "auto":
+        fraction = AUTO_FRACTION
+    if isinstance(fraction, str) or not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1] or 'auto', got {fraction!r}")
     if form == "dual" and estimator not in DUALS:
         raise ValueError(
             f"the detached dual exists for {' and '.join(DUALS)}, got {estimator!r}; use form='double'"
         )
-    if form not in ("double", "dual"):
-        raise ValueError(f"unknown form {form!r}; expected 'double' or 'dual'")
+    if form not in ("auto", "double", "dual"):
+        raise ValueError(f"unknown form {form!r}; expected 'auto', 'double' or 'dual'")
     x = x.detach()
     if fraction < 1:
         chosen = subset(x.shape[0], fraction, generator, x.device)
@@ -123,7 +134,7 @@ def estimates(
     sigma: Tensor | None = None,
     *,
     estimator: str = "skew",
-    form: Form = "double",
+    form: Form = "auto",
     probes: int = 1,
     probe: Probe = rademacher,
     generator: torch.Generator | None = None,
@@ -133,7 +144,8 @@ def estimates(
 
     For loops that choose the samples themselves; the arguments are those of `qc_loss`.
     """
-    if form == "double":
+    own = hasattr(field, "tangents") and estimator in DUALS
+    if form == "double" or (form == "auto" and not own):
         return asymmetry(
             field,
             x,
@@ -196,7 +208,8 @@ def dual(
     """One estimate per sample, shape (B,), whose gradient takes one ordinary backward (the detached dual).
 
     Args:
-        field: the vector field; its random choices (dropout) are drawn once and replayed.
+        field: the vector field; its random choices (dropout) are drawn once and replayed, or given to both
+            passes if it has a method ``draw_masks(B)`` and an argument `masks`.
         x: points, of shape (B, *event).
         sigma: noise levels, of shape (B,), or None.
         v: the probe, like x.
@@ -207,28 +220,62 @@ def dual(
         ValueError: the field has no forward-mode rule or no gradient, uses activation checkpointing, or
             (found on the CPU only, where looking is free) draws random numbers that cannot be replayed.
     """
-    replay = Replay(x.device)
+    draw_masks = getattr(field, "draw_masks", None)
+    replay = Replay(x.device) if draw_masks is None else nullcontext()
     with torch.inference_mode(False), torch.enable_grad():
         point = differentiable_point(x.detach())
         v, sigma, condition = outside_inference(v), outside_inference(sigma), ordinary(condition)
-        value, (Jv,) = directional(field, point, sigma, (v,), condition)
-        check_has_gradient(value)
-        try:
-            (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype))
-        except CheckpointError as error:
-            raise ValueError(
-                "activation checkpointing does not recompute forward-mode tangents; use form='double'"
-            ) from error
-        estimate, left, right = DUALS[estimator](v, Jv.detach(), JTv)
+        if draw_masks is not None and getattr(field, "training", True) and condition.get("masks") is None:
+            condition["masks"] = draw_masks(len(x))
+        with frozen(field), torch.autocast(x.device.type, enabled=False):
+            value, Jv, JTv = products(field, point, sigma, v, condition)
+        estimate, left, right = DUALS[estimator](v, Jv, JTv)
         with replay:
-            again, (Jv, Jr) = directional(field, point, sigma, (v, right), condition)
-    if can_look(value) and not torch.equal(value, again):
+            again, (Jv, Jr) = directional(field, point.detach(), sigma, (v, right), condition)
+    precise = not torch.is_autocast_enabled(x.device.type)
+    if draw_masks is None and precise and can_look(value) and not torch.equal(value, again):
         raise ValueError(
             "the field gave two values at one point although the random state was replayed: expected random "
             "choices from PyTorch's own generators; use form='double', which evaluates the field once"
         )
     surrogate = inner(left, Jv) + inner(v, Jr)
     return estimate + (surrogate - surrogate.detach())
+
+
+def products(
+    field: Field, point: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The field's value, ``J v`` and ``J^T v`` from one evaluation, without the parameters' graph.
+
+    Raises:
+        ValueError: as `dual`.
+    """
+    value, (Jv,) = directional(field, point, sigma, (v,), condition)
+    check_has_gradient(value)
+    try:
+        (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype))
+    except CheckpointError as error:
+        raise ValueError(
+            "activation checkpointing does not recompute forward-mode tangents; use form='double'"
+        ) from error
+    return value.detach(), Jv.detach(), JTv
+
+
+@contextmanager
+def frozen(field: Field) -> Iterator[None]:
+    """Evaluate a field without a graph of its parameters, so that a backward to x computes nothing else."""
+    trained = (
+        [p for p in field.parameters() if p.requires_grad and p.is_leaf]
+        if isinstance(field, nn.Module)
+        else []
+    )
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 Dual = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
