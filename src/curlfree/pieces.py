@@ -12,11 +12,10 @@ it is complete. A piece that is truncated or altered is computed again.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,48 +23,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from curlfree.workers import Workers
+
 Tensors = dict[str, Tensor]
 _AGAIN = "delete it to have it made again"
+_ENTRY = "curlfree"  # SHA-256, then the settings as JSON
 
 
-class Workers(NamedTuple):
-    """This process' place among those that share the work.
-
-    Args:
-        rank: which one it is.
-        world: how many there are.
-    """
-
-    rank: int = 0
-    world: int = 1
-
-    def barrier(self) -> None:
-        """Wait until all processes of the group, if there is one, have come here."""
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()
-
-
-ALONE = Workers()
-
-
-@contextmanager
-def workers() -> Iterator[Workers]:
-    """The processes that torchrun started, or this one alone; joins their group if nobody has yet."""
-    if dist.is_available() and dist.is_initialized():
-        yield Workers(dist.get_rank(), dist.get_world_size())
-    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Workers()
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(days=2))
-        try:
-            yield Workers(dist.get_rank(), dist.get_world_size())
-        finally:
-            dist.destroy_process_group()
+ALONE = Workers(0, 1, torch.device("cpu"))
 
 
 def fingerprint(settings: object) -> str:
     """Sixteen hexadecimal digits that stand for settings (anything that JSON can hold)."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest(tensors: Mapping[str, Tensor], about: str = "") -> str:
+    """The SHA-256 of tensors: their names, types, shapes and values, and of a text about them."""
+    found = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -92,7 +72,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
     """Write tensors with their checksum and what they are."""
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(dict(about), sort_keys=True)
-    write_bytes(path, save(flat, metadata={"about": text, "sha256": _digest(flat, text)}))
+    # One entry, because safetensors does not keep the order of several: equal contents make equal files.
+    write_bytes(path, save(flat, metadata={_ENTRY: digest(flat, text) + text}))
 
 
 def load_tensors(path: Path, about: Mapping[str, Any] | None = None) -> Tensors:
@@ -115,10 +96,11 @@ def load_tensors(path: Path, about: Mapping[str, Any] | None = None) -> Tensors:
         raise ValueError(
             f"{path}: truncated or altered ({error}); delete it to have it made again"
         ) from error
-    text = metadata.get("about", "")
-    if metadata.get("sha256") != _digest(tensors, text):
+    entry = metadata.get(_ENTRY, "")
+    expected, text = entry[:64], entry[64:]
+    if expected != digest(tensors, text):
         raise ValueError(
-            f"{path}: expected SHA-256 {metadata.get('sha256')}, found {_digest(tensors, text)}: "
+            f"{path}: expected SHA-256 {expected or 'in the header'}, found {digest(tensors, text)}: "
             f"truncated or altered; {_AGAIN}"
         )
     if about is not None and text != json.dumps(dict(about), sort_keys=True):
@@ -128,10 +110,9 @@ def load_tensors(path: Path, about: Mapping[str, Any] | None = None) -> Tensors:
 
 def compute_pieces(
     folder: Path,
-    count: int,
     compute: Callable[[int], Tensors],
     *,
-    about: Mapping[str, Any],
+    about: Sequence[Mapping[str, Any]],
     team: Workers = ALONE,
     description: str = "",
 ) -> None:
@@ -139,37 +120,42 @@ def compute_pieces(
 
     Args:
         folder: where the pieces are kept.
-        count: how many there are.
         compute: the tensors of the i-th piece, a function of i alone.
-        about: the settings that the pieces depend on.
+        about: for each piece the settings that it depends on.
         team: this process' place.
         description: of the work, for the progress bar; none if empty.
     """
-    mine = range(team.rank, count, team.world)
-    missing = [i for i in mine if _piece(folder, i, about) is None]
+    # A group of its own: the others may wait for longer than NCCL does.
+    grouped = team.world > 1 and dist.is_initialized()
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=2)) if grouped else None
+    mine = range(team.rank, len(about), team.world)
+    missing = [i for i in mine if not _done(_path(folder, i), {**about[i], "piece": i})]
     for i in _shown(missing, description if team.rank == 0 else ""):
-        save_tensors(_path(folder, i), compute(i), {**about, "piece": i})
-    team.barrier()
+        save_tensors(_path(folder, i), compute(i), {**about[i], "piece": i})
+    if group is not None:
+        dist.barrier(group)
+        dist.destroy_process_group(group)
 
 
-def read_pieces(folder: Path, count: int, *, about: Mapping[str, Any]) -> list[Tensors]:
+def read_pieces(folder: Path, *, about: Sequence[Mapping[str, Any]]) -> list[Tensors]:
     """All pieces, in order.
 
     Raises:
         ValueError: one is missing or damaged.
     """
-    return [load_tensors(_path(folder, i), {**about, "piece": i}) for i in range(count)]
+    return [load_tensors(_path(folder, i), {**settings, "piece": i}) for i, settings in enumerate(about)]
 
 
 def _path(folder: Path, i: int) -> Path:
     return folder / f"{i:06d}.safetensors"
 
 
-def _piece(folder: Path, i: int, about: Mapping[str, Any]) -> Tensors | None:
+def _done(path: Path, about: Mapping[str, Any]) -> bool:
     try:
-        return load_tensors(_path(folder, i), {**about, "piece": i})
+        load_tensors(path, about)
     except ValueError:
-        return None
+        return False
+    return True
 
 
 def _shown(indices: list[int], description: str) -> Iterator[int]:
@@ -180,12 +166,3 @@ def _shown(indices: list[int], description: str) -> Iterator[int]:
         yield from track(indices, description, console=Console(stderr=True))
     else:
         yield from indices
-
-
-def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
