@@ -138,10 +138,11 @@ def spread(column: list[Node], tallest: int) -> None:
 def arrow(a: tuple[float, float], b: tuple[float, float], color: str, shift: float) -> str:
     """A curve from box a, leaving on its left, to box b, arriving on its right."""
     x1, y1, x2, y2 = a[0], a[1] + HEIGHT / 2 + shift, b[0] + WIDTH, b[1] + HEIGHT / 2 + shift
+    x2 += 4
     bend = max(24.0, (x1 - x2) / 2)
+    curve = f"M{x1:.0f} {y1:.1f}C{x1 - bend:.0f} {y1:.1f} {x2 + bend:.0f} {y2:.1f} {x2:.0f} {y2:.1f}"
     return (
-        f'<path d="M{x1:.0f} {y1:.1f}C{x1 - bend:.0f} {y1:.1f} {x2 + bend:.0f} {y2:.1f} {x2 + 4:.0f} {y2:.1f}"'
-        f' fill="none" stroke="{color}" stroke-width="1.4" marker-end="url(#{color[1:]})"/>'
+        f'<path d="{curve}" fill="none" stroke="{color}" stroke-width="1.4" marker-end="url(#{color[1:]})"/>'
     )
 
 
