@@ -3,12 +3,17 @@ r"""What a configuration describes, made: fields, processes, data.
 These functions are the only places where a kind in a configuration decides what is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from curlfree.config import PackedData, RunConfig, ToyData
+from curlfree.data.loading import Batch, Batches, to_unit
+from curlfree.data.packed import open_packed
 from curlfree.distributions import Checkerboard, Distribution, Spirals, eight_gaussians
 from curlfree.fields import (
     DenoiserEnergy,
@@ -23,7 +28,7 @@ from curlfree.nets.mlp import FilmMLP, FilmMLPConfig, PaperMLP, PaperMLPConfig
 from curlfree.nets.ncsnpp import NCSNpp, NCSNppConfig
 from curlfree.operators import per_sample
 from curlfree.processes import Process
-from curlfree.seeds import stream, stream_seed
+from curlfree.seeds import shard, stream, stream_seed
 
 DISTRIBUTIONS: dict[str, Callable[[], Distribution]] = {
     "8gaussians": eight_gaussians,
@@ -98,6 +103,95 @@ def build_process(config: RunConfig) -> Process:
 def build_distribution(data: ToyData) -> Distribution:
     """The distribution that a toy run is trained on."""
     return DISTRIBUTIONS[data.name]()
+
+
+class ToyBatches:
+    """Fresh samples in every step, a function of (seed, step, position in the global batch).
+
+    Args:
+        distribution: what to draw from.
+        batch_size: of the global batch, over all workers.
+        seed: of the run.
+        device: where to draw.
+        rank: this worker.
+        world: the number of workers.
+    """
+
+    def __init__(
+        self,
+        distribution: Distribution,
+        *,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.distribution, self.batch_size, self.seed, self.device = distribution, batch_size, seed, device
+        self.mine = shard(batch_size, rank, world)
+
+    def run(self, first: int, stop: int) -> Iterator[Batch]:
+        """The batches of the steps first to stop (exclusive)."""
+        rows = torch.arange(self.batch_size)[self.mine]
+        for step in range(first, stop):
+            generator = stream(self.seed, "data", step, device=self.device)
+            x0 = self.distribution.sample(self.batch_size, generator)[self.mine]
+            yield Batch(x0, torch.full((len(x0),), -1, device=self.device), rows)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run trains on.
+
+    Args:
+        batches: gives the batches of any steps.
+        identity: differs if the data do: the checksum of a packed file, the name of a distribution.
+        held_out: clean samples that are not trained on, on the CPU; perhaps none.
+    """
+
+    batches: Batches | ToyBatches
+    identity: str
+    held_out: Tensor
+
+
+def build_data(config: RunConfig, device: torch.device, rank: int = 0, world: int = 1) -> TrainingData:
+    """Open a run's training data.
+
+    Raises:
+        ValueError: the packed file is missing, damaged, has no such split or images of another shape than the
+            network's, or its labels are not those of the network's classes.
+    """
+    place: dict[str, Any] = {"device": device, "rank": rank, "world": world}
+    size, seed, wanted = config.train.batch_size, config.seed, config.train.validation_samples
+    match config.data:
+        case ToyData() as data:
+            distribution = build_distribution(data)
+            held_out = distribution.sample(max(wanted, 1), stream(seed, "held out"))[:wanted]
+            toys = ToyBatches(distribution, batch_size=size, seed=seed, **place)
+            return TrainingData(toys, data.name, held_out)
+        case PackedData() as data:
+            packed = open_packed(data.path)
+            images, labels = packed.split(data.split)
+            _check_images(config, images, labels)
+            held_out = torch.empty(0)
+            if wanted and data.validation in packed.header.splits:
+                held_out = to_unit(torch.tensor(packed.split(data.validation)[0][:wanted]))
+            batches = Batches(images, labels, batch_size=size, seed=seed, flip=data.flip, **place)
+            return TrainingData(batches, packed.header.sha256, held_out)
+
+
+def _check_images(config: RunConfig, images: np.ndarray, labels: np.ndarray) -> None:
+    found = (images.shape[3], *images.shape[1:3])
+    if found != event_shape(config):
+        raise ValueError(
+            f"data.path: expected images of (channels, height, width) = {event_shape(config)} for this "
+            f"network, found {found}; change field.network or use `curlfree prepare --size`"
+        )
+    number = classes(config)
+    if number is not None and labels.max() >= number:
+        raise ValueError(
+            f"data.path: expected labels below field.network.classes = {number}, found {labels.max()}"
+        )
 
 
 def event_shape(config: RunConfig) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """The moving average of a network's weights, which samples and metrics use unless asked otherwise."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ class Ema:
         torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 1 - decay)
 
     @torch.no_grad()
-    def copy_to(self, module: nn.Module) -> None:
-        """Put the average into a module of the same structure."""
-        for name, parameter in module.named_parameters():
-            parameter.copy_(self.weights[name])
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over an average that was saved."""
+        for name, average in self.weights.items():
+            average.copy_(weights[name])

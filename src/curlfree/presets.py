@@ -36,7 +36,7 @@ _TOY = RunConfig(
     optim=OptimConfig(lr=2e-3, warmup=100),
     train=TrainConfig(steps=3000, batch_size=1024, checkpoint_every=1000, validation_samples=4096),
 )
-_TOY_QC = ObjectiveConfig(lmbda=0.1, weighting="sigma4")
+_TOY_QC = ObjectiveConfig(lmbda=0.1, weighting="sigma4", fraction=1 / 4)
 
 _PAPER_TOY = replace(
     _TOY,
