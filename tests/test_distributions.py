@@ -262,6 +262,17 @@ def test_samples_come_from_the_generator_alone(data: Distribution) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.gpu
+@every_set
+@pytest.mark.parametrize("sigma", LEVELS)
+def test_a_gpu_gives_the_same_numbers(data: Distribution, sigma: float) -> None:
+    x, s, _ = noised(data, sigma, 200)
+    torch.testing.assert_close(data.score(x.cuda(), s.cuda()).cpu(), data.score(x, s), rtol=1e-9, atol=1e-9)
+    log_prob = data.log_prob(x.cuda(), s.cuda()).cpu()
+    torch.testing.assert_close(log_prob, data.log_prob(x, s), rtol=1e-9, atol=1e-9)
+    assert data.sample(10, torch.Generator("cuda").manual_seed(0)).is_cuda
+
+
 def test_refusals() -> None:
     x = torch.zeros(3, 2)
     with pytest.raises(ValueError, match=r"needs x of shape \(B, 2\), got \(3, 4\)"):

@@ -470,3 +470,17 @@ def test_samplers_reach_the_data(name: str) -> None:
     assert stats.chisquare(torch.bincount(mode, minlength=8).numpy()).pvalue > 1e-4
     log_prob = data.log_prob(x, torch.full((400,), 0.05))
     assert abs(-log_prob.mean() - data.entropy(0.05, points=2**12)) < 5 * log_prob.std() / 20 + 0.1
+
+
+@pytest.mark.gpu
+def test_per_sample_noise_and_samples_are_those_of_the_cpu() -> None:
+    on_cpu, on_gpu = PerSampleNoise(5, range(9)), PerSampleNoise(5, range(9))
+    like = torch.zeros(9, 7, dtype=torch.float64)
+    torch.testing.assert_close(on_cpu(like), on_gpu(like.cuda()).cpu(), rtol=1e-12, atol=1e-12)
+    data, process = eight_gaussians(), VE(0.1, 3.0)
+    x = process.prior_std * on_cpu(like)[:, :2]
+    ours, theirs = (
+        probability_flow(data.score, start, process, rtol=1e-7, atol=1e-7) for start in (x.cuda(), x)
+    )
+    assert (ours.x.cpu() - theirs.x).abs().max() < 1e-4
+    assert ours.nfe == theirs.nfe
