@@ -145,8 +145,6 @@ FORWARD_MODE: Mapping[Function, Function] = {
             torch.logsumexp,
             torch.special.logsumexp,
             Tensor.logsumexp,
-            torch.logcumsumexp,
-            Tensor.logcumsumexp,
             functional.scaled_dot_product_attention,
             functional.multi_head_attention_forward,
         )

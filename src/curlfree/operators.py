@@ -300,7 +300,7 @@ def check_has_gradient(value: Tensor) -> None:
 
 def differentiable_point(x: Tensor) -> Tensor:
     """x to differentiate by: connected to x where x requires a gradient, a leaf of its own otherwise."""
-    return x.view_as(x) if x.requires_grad else outside_inference(x).detach().requires_grad_()
+    return outside_inference(x).view_as(x).requires_grad_()  # a view keeps forward-mode tangents, too
 
 
 def outside_inference(argument: Any) -> Any:
