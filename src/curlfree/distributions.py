@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_floating, check_sigma
+from curlfree.checks import check_floating, check_sigma
 
 _NODES = 16  # Gauss-Legendre nodes of one panel of the curve
 _PANEL = 4.0  # the length of a panel in units of sigma; error 2e-9 at 10 sigma from the support
