@@ -1,0 +1,266 @@
+r"""Speed: networks compiled region by region, gradients as CUDA graphs, and a check that both are right.
+
+A training step is fast where the GPU never waits for Python. Compiling a whole NCSN++ takes minutes; its
+residual and attention blocks repeat a few shapes, so `prepare` compiles block by block, and all blocks of one
+shape share one graph (12 for each number of tangents in the paper's deep network). What is left of Python,
+`Gradient` removes: it records the evaluation of a loss and its gradient once as a CUDA graph and replays it.
+
+A step adds up to two gradients, each with its own backward, so that the memory of one is free for the other::
+
+    prepare(net)
+    masks, probes = torch.Generator(device), torch.Generator(device)  # reseed them in every step
+    matching = Gradient(score_matching, parameters, generators=(masks,), autocast=torch.bfloat16)
+    penalty = Gradient(penalty_of_chosen, parameters, generators=(masks, probes), autocast=torch.bfloat16)
+    matching(x0, sigma, z)
+    penalty(x[chosen], sigma[chosen], weight[chosen])
+    optimizer.step()
+
+In autocast the penalty's q = (J - J^T) v is still computed in float32 (TF32 where PyTorch is told so), see
+`curlfree.penalty`. `check_tangents` compares everything that this relies on with plain automatic
+differentiation; `choose_form` does so once at the start and goes back to double backward if they differ.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curlfree.estimators import gaussian
+from curlfree.nets.layers import Attention, GroupNorm, ResBlock
+from curlfree.operators import Condition, Field, Replay, jacobian
+from curlfree.penalty import Form, directional, estimates
+
+Loss = Callable[..., Tensor]
+
+REGIONS = (ResBlock, Attention, GroupNorm)
+GRAPHS = 256  # compiled versions of one block: its shapes times the passes of a step, evaluation and checks
+
+
+def prepare(field: nn.Module, *, backend: str = "inductor") -> None:
+    """Lay a field's images out channels last and compile the regions of every NCSN++ in it.
+
+    Regions are compiled when they are first called, each shape once: seconds each on a GPU. The field is
+    changed in place; its parameters keep their values and names.
+
+    Args:
+        field: the field, on its device, in its precision.
+        backend: of `torch.compile`; "aot_eager" compiles without generating code, for tests.
+
+    Raises:
+        ValueError: there is no NCSN++ in the field.
+    """
+    layers = [layer for part in field.modules() for layer in getattr(part, "all_modules", ())]
+    if not layers:
+        raise ValueError(
+            f"prepare compiles the blocks of NCSN++ networks: expected one in the field, found "
+            f"{type(field).__name__} without; use torch.compile for other networks"
+        )
+    import torch._dynamo
+
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(torch._dynamo.config, limit, max(GRAPHS, getattr(torch._dynamo.config, limit)))
+    for p in field.parameters():
+        if p.ndim == 4:
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+    for layer in layers:
+        if isinstance(layer, REGIONS):
+            layer.compile(backend=backend, fullgraph=True, dynamic=False)
+
+
+class Gradient:
+    """Evaluates a loss and adds its gradient to the parameters' `.grad`; on a GPU by replaying a CUDA graph.
+
+    The graph is recorded at the first call, and again for arguments of other shapes. A loss that is recorded
+    must not look at values, must take all that changes as tensor arguments, and must draw random numbers from
+    PyTorch's own generator or from those given here.
+
+    Args:
+        loss: ``loss(*arguments) -> scalar``.
+        parameters: what to differentiate by.
+        generators: the generators that the loss draws from; they may be reseeded between calls.
+        autocast: the type in which autocast runs the loss; None for no autocast.
+        record: use CUDA graphs where the arguments are on a GPU.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        parameters: Iterable[Tensor],
+        *,
+        generators: Iterable[torch.Generator] = (),
+        autocast: torch.dtype | None = None,
+        record: bool = True,
+    ) -> None:
+        self.loss = loss
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.generators, self.autocast, self.record = tuple(generators), autocast, record
+        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        """Add the gradient, and return the loss."""
+        if self.record and arguments[0].is_cuda:
+            shapes = tuple(a.shape for a in arguments)
+            if shapes not in self._graphs:
+                self._graphs[shapes] = _Graph(self.evaluate, arguments, self.generators)
+            loss, gradients = self._graphs[shapes](arguments)
+        else:
+            loss, gradients = self.evaluate(*arguments)
+        self._add(gradients)
+        return loss.clone()
+
+    def evaluate(self, *arguments: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and its gradient, None for parameters that it does not depend on."""
+        device = arguments[0].device.type
+        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+            loss = self.loss(*arguments)
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return loss.detach(), list(gradients)
+
+    @torch.no_grad()
+    def _add(self, gradients: list[Tensor | None]) -> None:
+        """Add to `.grad`. Two gradients may be one tensor, and the next replay overwrites them: so copies."""
+        sums, terms = [], []
+        for p, g in zip(self.parameters, gradients, strict=True):
+            if g is None:
+                continue
+            if p.grad is None:
+                p.grad = g.clone()
+            else:
+                sums.append(p.grad)
+                terms.append(g)
+        if sums:
+            torch._foreach_add_(sums, terms)
+
+
+class _Graph:
+    """One recorded evaluation."""
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[Tensor, list[Tensor | None]]],
+        arguments: tuple[Tensor, ...],
+        generators: tuple[torch.Generator, ...],
+    ) -> None:
+        self.inputs = tuple(a.clone() for a in arguments)
+        states = [g.get_state() for g in generators]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compiles and tunes, which cannot be recorded
+                function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        with torch.cuda.graph(self.graph, pool=_pool()):
+            self.outputs = function(*self.inputs)
+
+    def __call__(self, arguments: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor | None]]:
+        for own, new in zip(self.inputs, arguments, strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        return self.outputs
+
+
+@functools.cache
+def _pool() -> Any:
+    """The memory that all graphs share: what is left in it after a replay is added up before the next."""
+    return torch.cuda.graph_pool_handle()
+
+
+def check_tangents(
+    field: Field,
+    x: Tensor,
+    sigma: Tensor | None = None,
+    *,
+    condition: Condition | None = None,
+    autocast: torch.dtype | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Compare what the detached dual takes for granted with automatic differentiation in eager mode.
+
+    The field's value and its product ``J v``, as the field propagates it, compiled if the field is, are
+    compared with `curlfree.jacobian`'s; the gradient of the skew estimate by the dual with that by double
+    backward, both in x's precision and, for the gradient, in autocast's. In training mode the same dropout
+    masks are used on both sides.
+
+    Args:
+        field: the vector field.
+        x: points, of shape (B, *event); two are enough.
+        sigma: noise levels, of shape (B,), or None.
+        condition: keyword arguments for the field.
+        autocast: the type in which autocast will run the penalty.
+        tolerance: the largest relative difference; by default the fourth root of the precision, 0.02 in
+            float32 (TF32 included) and 0.3 in bfloat16: far above rounding, far below a wrong formula. In the
+            gradient, rounding is amplified as q = (J - J^T) v is a difference: by ``||J v|| / ||q||``.
+
+    Raises:
+        ValueError: they differ; says in what and by how much.
+    """
+    condition = dict(condition or {})
+    draw_masks = getattr(field, "draw_masks", None)
+    if draw_masks is not None and getattr(field, "training", True):
+        condition.setdefault("masks", draw_masks(len(x)))
+    v = gaussian(x, torch.Generator().manual_seed(0))
+    replay = Replay(x.device)
+    with torch.no_grad(), replay:
+        value, J = jacobian(field, x, sigma, condition=condition)
+        Jv, JTv = J @ v, J.T @ v
+    with torch.no_grad(), replay:
+        own, (tangent,) = directional(field, x, sigma, (v,), condition)
+    rounding = torch.finfo(x.dtype).eps ** 0.25 if tolerance is None else tolerance
+    _compare("value", own, value, rounding)
+    _compare("product J v", tangent, Jv, rounding)
+    if not isinstance(field, nn.Module):
+        return
+    parameters = [p for p in field.parameters() if p.requires_grad]
+
+    def gradient(form: Form, dtype: torch.dtype | None) -> Tensor:
+        with replay, torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+            generator = torch.Generator(x.device).manual_seed(0)
+            estimate = estimates(field, x, sigma, form=form, generator=generator, condition=condition)
+        found = torch.autograd.grad(estimate.mean(), parameters, allow_unused=True)
+        return torch.cat([g.flatten().to(x.dtype) for g in found if g is not None and bool(g.any())])
+
+    amplification = float(1 + Jv.norm() / (Jv - JTv).norm().clamp(min=torch.finfo(Jv.dtype).tiny))
+    expected = gradient("double", None)
+    _compare("gradient", gradient("dual", None), expected, rounding * amplification)
+    if autocast is not None:
+        loose = torch.finfo(autocast).eps ** 0.25 if tolerance is None else tolerance
+        _compare(f"gradient in {autocast}", gradient("dual", autocast), expected, loose)
+
+
+def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    size = float(expected.norm())
+    error = float((found - expected).norm()) if found.shape == expected.shape else torch.inf
+    if not error <= tolerance * size:
+        raise ValueError(
+            f"the field's own tangents are wrong: expected the {name} of automatic differentiation (norm "
+            f"{size:.3g}), found one that differs by {error:.3g}; mend the field's `tangents`, or use "
+            "form='double'"
+        )
+
+
+def choose_form(
+    field: Field,
+    x: Tensor,
+    sigma: Tensor | None = None,
+    *,
+    condition: Condition | None = None,
+    autocast: torch.dtype | None = None,
+) -> Form:
+    """The fastest form of the penalty that is right for this field: "dual", or "double" with a warning.
+
+    Args: as for `check_tangents`.
+    """
+    try:
+        check_tangents(field, x, sigma, condition=condition, autocast=autocast)
+    except ValueError as error:
+        warnings.warn(f"the penalty falls back to double backward, which is slow: {error}", stacklevel=2)
+        return "double"
+    return "dual"
