@@ -8,6 +8,7 @@ import torch
 from scipy.integrate import dblquad
 
 from curlfree.experiments import gaussian as g
+from curlfree.experiments import gaussian_page as page
 
 EPSILONS = (1e-3, 1e-2, 5e-2)
 
@@ -105,3 +106,13 @@ def test_halving_the_step_brings_u_to_the_time_without_error():
         errors.append(abs(elapsed - exact))
         assert errors[-1] < g.STEP / 2**k
     assert errors[2] < 5e-3 * exact
+
+
+def test_the_page_shows_the_printed_counts_beside_ours(paper):
+    values = {"paper_mode": paper}
+    steps, _ = page.tables(values)
+    assert [row[1:] for row in steps.rows] == [
+        [c, c, u, u] for c, u in zip(g.PAPER["C"]["steps"], g.PAPER["U"]["steps"], strict=True)
+    ]
+    assert "digit for digit" in page.summary(values)[0]
+    assert "exchanged" in page.disagreements(values)[0].why

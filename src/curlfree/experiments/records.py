@@ -6,12 +6,15 @@ because JSON has no infinity.
 """
 
 import json
+import math
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 FILE_NAME = "metrics.json"
@@ -198,3 +201,25 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds and the half-width of its 95 % interval (Student's t).
+
+    Raises:
+        ValueError: fewer than two values: there is no interval.
+    """
+    from scipy.stats import t
+
+    if len(values) < 2:
+        raise ValueError(f"an interval over seeds needs at least two of them, got {len(values)}")
+    error = stdev(values) / math.sqrt(len(values))
+    return fmean(values), float(t.ppf(0.975, len(values) - 1)) * error
+
+
+def mean_cell(values: Sequence[float]) -> str:
+    """The mean over seeds with its 95 % interval, as text for a table; alone where all values are equal."""
+    if len(set(values)) == 1:
+        return f"{values[0]:.3g}"
+    mean, half = mean_interval(values)
+    return f"{mean:.3g} ± {half:.1g}"
