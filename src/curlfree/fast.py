@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from curlfree.estimators import gaussian
 from curlfree.nets.layers import Attention, GroupNorm, ResBlock
-from curlfree.operators import Condition, Field, Replay, jacobian
+from curlfree.operators import Condition, Field, jacobian, same_choices
 from curlfree.penalty import Form, directional, estimates
 
 Loss = Callable[..., Tensor]
@@ -202,15 +202,11 @@ def check_tangents(
     Raises:
         ValueError: they differ; says in what and by how much.
     """
-    condition = dict(condition or {})
-    draw_masks = getattr(field, "draw_masks", None)
-    if draw_masks is not None and getattr(field, "training", True):
-        condition.setdefault("masks", draw_masks(len(x)))
+    condition, replay = same_choices(field, x, condition)
     v = gaussian(x, torch.Generator().manual_seed(0))
-    replay = Replay(x.device)
-    with torch.no_grad(), replay:
-        value, J = jacobian(field, x, sigma, condition=condition)
-        Jv, JTv = J @ v, J.T @ v
+    with torch.enable_grad():  # without gradients it would use the field's own tangents, too
+        live, J = jacobian(field, x, sigma, condition=condition)
+        value, Jv, JTv = live.detach(), (J @ v).detach(), (J.T @ v).detach()
     with torch.no_grad(), replay:
         own, (tangent,) = directional(field, x, sigma, (v,), condition)
     rounding = torch.finfo(x.dtype).eps ** 0.25 if tolerance is None else tolerance

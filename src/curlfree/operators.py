@@ -12,17 +12,19 @@ other random choice in the field are the same in both, and no forward-mode rule 
 the batch Jacobian must not depend on the other samples: `curlfree.check_field` tests that.
 
 If gradients are enabled when the operator is made, its products can be differentiated once more, with
-respect to the field's parameters. Where x itself requires a gradient, it flows to x, too.
+respect to the field's parameters. Where x itself requires a gradient, it flows to x, too. If they are not,
+and the field propagates tangents itself (a method ``tangents``, as `curlfree.nets.NCSNpp` has it), it does so
+for ``J v``, with the same random choices: nothing is differentiated twice, and compiled blocks stay compiled.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
@@ -131,7 +133,7 @@ def jacobian(
 
     Returns:
         ``field(x, sigma)`` and J as an `Operator`. ``J @ v`` costs about three passes the first time and two
-        after that, ``J.T @ u`` about one.
+        after that (always two by the field's own tangents), ``J.T @ u`` about one.
 
     Raises:
         TypeError: `x`, `sigma` or the field's value is not a floating-point tensor.
@@ -139,6 +141,8 @@ def jacobian(
     """
     check_batch(x, sigma)
     differentiable = torch.is_grad_enabled()
+    if not differentiable and hasattr(field, "tangents"):
+        return _own_products(field, x, sigma, condition)
     with torch.inference_mode(False), torch.enable_grad(), second_order():
         point = differentiable_point(x)
         value = field(point, outside_inference(sigma), **ordinary(condition))
@@ -162,6 +166,29 @@ def jacobian(
             )
 
     return value if differentiable else value.detach(), Operator(mv, rmv, x.detach())
+
+
+def _own_products(
+    field: Any, x: Tensor, sigma: Tensor | None, condition: Condition | None
+) -> tuple[Tensor, Operator]:
+    """`jacobian` by the tangents that the field propagates and ordinary backward passes."""
+    arguments, replay = same_choices(field, x, condition)
+    with torch.inference_mode(False), torch.enable_grad(), frozen(field):
+        point, sigma = differentiable_point(x.detach()), outside_inference(sigma)
+        value = field(point, sigma, **arguments)
+        check_value(value, x)
+        check_has_gradient(value)
+
+    def rmv(w: Tensor) -> Tensor:
+        return gradient(value, point, w.to(value.dtype), create_graph=False)
+
+    def mv(v: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad(), replay:
+            return field.tangents(point.detach(), sigma, (outside_inference(v).to(x.dtype),), **arguments)[1][
+                0
+            ]
+
+    return value.detach(), Operator(mv, rmv, x.detach())
 
 
 def central_difference(
@@ -238,6 +265,37 @@ class Replay:
 
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)
+
+
+def same_choices(
+    field: Field, x: Tensor, condition: Condition | None
+) -> tuple[dict[str, Any], AbstractContextManager[None]]:
+    """What makes all evaluations at x draw the same random numbers: the field's arguments, and a context.
+
+    The first evaluation is outside of the context, all others inside. A field with a method ``draw_masks(B)``
+    and an argument `masks` draws its dropout masks here; for any other PyTorch's random state is replayed.
+    """
+    arguments = ordinary(condition)
+    draw_masks = getattr(field, "draw_masks", None)
+    if draw_masks is None:
+        return arguments, Replay(x.device)
+    if getattr(field, "training", True) and arguments.get("masks") is None:
+        arguments["masks"] = draw_masks(len(x))
+    return arguments, nullcontext()
+
+
+@contextmanager
+def frozen(field: Field) -> Iterator[None]:
+    """Evaluate a field without a graph of its parameters, so that a backward to x computes nothing else."""
+    parameters = field.parameters() if isinstance(field, nn.Module) else ()
+    trained = [p for p in parameters if p.requires_grad and p.is_leaf]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 @contextmanager

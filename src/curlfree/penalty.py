@@ -19,12 +19,11 @@ autocast's half precision; the second may. The value of the surrogate is not the
 one); the scalar returned here has the estimate's value and the surrogate's gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
@@ -37,9 +36,10 @@ from curlfree.operators import (
     Replay,
     check_has_gradient,
     differentiable_point,
+    frozen,
     inner,
-    ordinary,
     outside_inference,
+    same_choices,
     second_order,
 )
 
@@ -220,20 +220,17 @@ def dual(
         ValueError: the field has no forward-mode rule or no gradient, uses activation checkpointing, or
             (found on the CPU only, where looking is free) draws random numbers that cannot be replayed.
     """
-    draw_masks = getattr(field, "draw_masks", None)
-    replay = Replay(x.device) if draw_masks is None else nullcontext()
+    condition, replay = same_choices(field, x, condition)
     with torch.inference_mode(False), torch.enable_grad():
         point = differentiable_point(x.detach())
-        v, sigma, condition = outside_inference(v), outside_inference(sigma), ordinary(condition)
-        if draw_masks is not None and getattr(field, "training", True) and condition.get("masks") is None:
-            condition["masks"] = draw_masks(len(x))
+        v, sigma = outside_inference(v), outside_inference(sigma)
         with frozen(field), torch.autocast(x.device.type, enabled=False):
             value, Jv, JTv = products(field, point, sigma, v, condition)
         estimate, left, right = DUALS[estimator](v, Jv, JTv)
         with replay:
             again, (Jv, Jr) = directional(field, point.detach(), sigma, (v, right), condition)
-    precise = not torch.is_autocast_enabled(x.device.type)
-    if draw_masks is None and precise and can_look(value) and not torch.equal(value, again):
+    comparable = isinstance(replay, Replay) and not torch.is_autocast_enabled(x.device.type)
+    if comparable and can_look(value) and not torch.equal(value, again):
         raise ValueError(
             "the field gave two values at one point although the random state was replayed: expected random "
             "choices from PyTorch's own generators; use form='double', which evaluates the field once"
@@ -259,23 +256,6 @@ def products(
             "activation checkpointing does not recompute forward-mode tangents; use form='double'"
         ) from error
     return value.detach(), Jv.detach(), JTv
-
-
-@contextmanager
-def frozen(field: Field) -> Iterator[None]:
-    """Evaluate a field without a graph of its parameters, so that a backward to x computes nothing else."""
-    trained = (
-        [p for p in field.parameters() if p.requires_grad and p.is_leaf]
-        if isinstance(field, nn.Module)
-        else []
-    )
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
 
 
 Dual = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
