@@ -403,7 +403,7 @@ def probability_flow(
         field: the score.
         x: draws from the prior at sigma_max.
         process: the schedule; the authors' runs end at ``t_min=1e-5``.
-        solver: `curlfree.ode.rk45` (on the device, SciPy's steps), `rk45_scipy` or `rk45_per_sample`.
+        solver: `curlfree.ode.rk45` (on the device, SciPy's steps), or another solver of that module.
         rtol: tolerance relative to the size of each component.
         atol: absolute tolerance.
         denoise: end with Tweedie's step.
