@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,8 @@ NO_SECOND_DERIVATIVE = (
 )
 
 
-class Field(Protocol):
-    """A vector field: ``field(x, sigma, **condition) -> tensor like x``."""
-
-    def __call__(self, x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
-        """The field's value at x, of shape (B, *event), at noise levels sigma, of shape (B,)."""
-        ...
+Field = Callable[..., Tensor]
+"""A vector field: ``field(x, sigma, **condition) -> tensor like x``, with sigma of shape (B,) or None."""
 
 
 @dataclass(frozen=True, eq=False)
