@@ -11,11 +11,15 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import curlfree as cf
+from curlfree import cli
+from curlfree.config import save_config
+from curlfree.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -186,6 +190,44 @@ def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     exec(compile(blocks(page), str(page), "exec"), {"__name__": "page"})
 
 
+def commands() -> list[str]:
+    """The `curlfree` commands in the shell blocks of all pages, continued lines joined, without torchrun."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(
+            r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = re.match(r"(?:curlfree|.*torchrun .* -m curlfree) (.*)", line)
+                found += [words[1]] if words else []
+    return sorted(set(found))
+
+
+class Understood(Exception):
+    """The command line was accepted."""
+
+
+@pytest.mark.parametrize("command", commands())
+def test_documented_commands_are_understood(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cli.parse
+
+    def parse(*arguments: Any) -> None:
+        real(*arguments)
+        raise Understood
+
+    monkeypatch.setattr(cli, "parse", parse)
+    monkeypatch.chdir(tmp_path)
+    words = command.split()
+    for word in words:
+        if word.endswith("config.json"):
+            Path(word).parent.mkdir(parents=True)
+            save_config(PRESETS["tiny-u"], Path(word))
+    with pytest.raises(Understood):
+        cli.main(words)
+
+
 def test_the_readme_shows_numbers_of_the_committed_benchmark_only() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     generated = (ROOT / "docs" / "benchmarks" / "estimators.md").read_text(encoding="utf-8").splitlines()
@@ -218,3 +260,10 @@ def test_the_drawn_graph_is_that_of_algorithm_1() -> None:
     primary, secondary = draw.reachable(run.loss.grad_fn), draw.reachable(run.vJ.grad_fn)
     assert set(secondary) < set(primary)
     assert run.s.grad_fn not in primary
+
+
+def test_every_module_has_its_place_in_the_api_pages() -> None:
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    modules = {name for name in cited() if is_module(name)} - {"curlfree"}
+    assert sorted(shown) == sorted(modules)
