@@ -124,6 +124,39 @@ def test_auto_fraction_is_a_thirty_second_and_at_least_one_sample() -> None:
         cf.qc_loss(field, x, None, weight=1.0, fraction="all")
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_without_gradients_products_are_the_fields_own(train: bool) -> None:
+    net, (x, sigma, v, w) = random_net().train(train), random_batch(extra=2)
+    state = torch.get_rng_state()
+    live, expected = cf.jacobian(net, x, sigma)
+    torch.set_rng_state(state)
+    calls = []
+    tangents = net.tangents
+    net.tangents = lambda *args, **kwargs: calls.append(len(args[2])) or tangents(*args, **kwargs)
+    with torch.no_grad():
+        value, J = cf.jacobian(net, x, sigma)
+        Jv, JTw = J @ v, J.T @ w
+    assert calls == [0, 1]
+    assert not value.requires_grad and not Jv.requires_grad and not JTw.requires_grad
+    assert torch.equal(value, live)
+    torch.testing.assert_close(Jv, (expected @ v).detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(JTw, (expected.T @ w).detach(), rtol=1e-10, atol=1e-12)
+    assert all(p.requires_grad for p in list(net.parameters())[1:])
+
+
+def test_an_audit_takes_no_product_twice() -> None:
+    """Two for the skew estimate and none for the trace, per batch and level, beside the loop's values."""
+    net, x0 = random_net(), random_batch(batch=4, extra=0)[0]
+    passes = []
+    tangents = net.tangents
+    net.tangents = lambda *args, **kwargs: (
+        passes.append((len(args[2]), args[0].requires_grad)) or tangents(*args, **kwargs)
+    )
+    net.forward = lambda x, sigma: net.tangents(x, sigma, ())[0]
+    cf.audit(net, x0, cf.VE(0.1, 1.0), levels=1, nodes=6, generator=rng())
+    assert passes[-8:] == [(0, True), (1, False)] + 6 * [(0, False)]
+
+
 class Linear(nn.Module):
     """``s = x A^T + b``: one sample's gradients have known variances."""
 

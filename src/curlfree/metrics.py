@@ -17,6 +17,7 @@ of a ratio R = sum a / sum b is the delta method's, ``sqrt(sum (a - R b)^2) / su
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from torch import Tensor
 from curlfree.checks import check_batch
 from curlfree.estimators import Probe, check_estimator, circle_work, gaussian, rademacher, ratio
 from curlfree.fieldcheck import check_field
-from curlfree.operators import Condition, Field, inner, jacobian, per_sample
+from curlfree.operators import Condition, Field, Operator, inner, jacobian, per_sample
 from curlfree.penalty import restrict
 from curlfree.processes import Process
 
@@ -196,6 +197,7 @@ def _measure(
     """Each image's estimates at one level, in float64 on the CPU."""
     level = per_sample(sigma, x0)
     _, J = jacobian(field, x0 + level * gaussian(x0, generator), sigma, condition=condition)
+    J = _remembering(J)
     estimate = check_estimator(estimator, probes)
     asym, norm2, nasym, trace = [], [], [], []
     for _ in range(probes):
@@ -223,6 +225,24 @@ def _measure(
     }
     measured["dimension"] = torch.full_like(measured["asym"], x0[0].numel())
     return {name: value.double().cpu() for name, value in measured.items()}
+
+
+def _remembering(J: Operator) -> Operator:
+    """J with its products kept: the trace takes none that the estimator has had."""
+
+    def keep(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def remembered(v: Tensor) -> Tensor:
+            for known, value in kept:
+                if known is v:
+                    return value
+            kept.append((v, product(v)))
+            return kept[-1][1]
+
+        return remembered
+
+    return Operator(keep(J.mv), keep(J.rmv), J.like)
 
 
 def _level(sigma: float, m: dict[str, Tensor]) -> dict[str, float | int]:
