@@ -1,9 +1,12 @@
 """The fast path of the penalty: brute force's numbers, compiled or not, and a check that finds errors."""
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,11 +14,14 @@ from torch import Tensor, nn
 
 import curlfree as cf
 from curlfree.budget import PenaltyNoise, penalty_noise
+from curlfree.build import ScoreDenoiser
 from curlfree.estimators import rademacher
-from curlfree.fast import Gradient, check_tangents, choose_form, prepare
+from curlfree.fast import Gradient, check_tangents, choose_form, energy_dsm, prepare
 from curlfree.nets import NCSNpp, NCSNppConfig
 from curlfree.penalty import AUTO_FRACTION
 from networks import SMALL, random_batch, random_net
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 # One residual block shape of each kind and attention: few regions to compile.
 LEAST = NCSNppConfig(channels=1, size=4, width=4, multipliers=(1,), blocks=1, attention=(), dropout=0.3)
@@ -252,6 +258,41 @@ def test_gradients_in_autocast() -> None:
     assert seen[0] == (True, torch.bfloat16)
     assert not seen[1][0]
     assert all(p.grad.dtype == torch.float32 for p in net.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("energy", [cf.ScoreNormEnergy, lambda net: cf.DenoiserEnergy(ScoreDenoiser(net))])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_energies_learn_by_one_ordinary_backward(energy: Callable, replayed: bool) -> None:
+    net, (x0, sigma, z) = random_net().train(), random_batch()
+    E = energy(net)
+    condition = {} if replayed else {"masks": net.draw_masks(2, rng())}
+    state = torch.get_rng_state()
+    ours = energy_dsm(E, x0, sigma, z, condition=condition)
+    torch.set_rng_state(state)
+    expected = cf.dsm(cf.EnergyField(E), x0, sigma, z, condition=condition)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
+    weight = sigma**2
+    a, b = flat_gradient((weight * ours).mean(), net), flat_gradient((weight * expected).mean(), net)
+    assert (a - b).norm() <= 1e-10 * b.norm()
+
+
+def benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, size=16, multipliers=(1, 1, 2), blocks=2, channels=3)]
+)
+def test_the_baseline_in_the_authors_style_computes_our_network(config: NCSNppConfig) -> None:
+    net, (x, sigma) = random_net(config), random_batch(config, extra=0)
+    theirs = benchmark("authors_style").AuthorsNet.like(net)
+    torch.testing.assert_close(theirs(x, sigma), net(x, sigma), rtol=1e-10, atol=1e-10)
+    assert theirs(x, sigma).abs().max() > 1
+    gradients = [flat_gradient(f(x, sigma).square().mean(), f) for f in (theirs, net)]
+    assert len(gradients[0]) == len(gradients[1])
 
 
 class Spoilt(nn.Module):

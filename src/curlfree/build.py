@@ -48,6 +48,15 @@ class ScoreDenoiser(nn.Module):
         """The denoised x."""
         return x + per_sample(sigma, x).square() * self.score(x, sigma, **condition)
 
+    def tangents(
+        self, x: Tensor, sigma: Tensor, vs: tuple[Tensor, ...], **condition: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The denoised x and ``J_D v = v + sigma^2 J v`` for each v."""
+        variance = per_sample(sigma, x).square()
+        score: Any = self.score
+        s, products = score.tangents(x, sigma, vs, **condition)
+        return x + variance * s, tuple(v + variance * Jv for v, Jv in zip(vs, products, strict=True))
+
 
 def build_field(config: RunConfig) -> nn.Module:
     """The untrained field of a run, on the CPU; its weights depend on the seed alone.

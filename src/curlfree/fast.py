@@ -23,17 +23,32 @@ differentiation; `choose_form` does so once at the start and goes back to double
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from curlfree.estimators import gaussian
 from curlfree.nets.layers import Attention, GroupNorm, ResBlock
-from curlfree.operators import Condition, Field, jacobian, same_choices
+from curlfree.operators import Condition, Field, frozen, gradient, inner, jacobian, per_sample, same_choices
 from curlfree.penalty import Form, directional, estimates
 
 Loss = Callable[..., Tensor]
+
+
+class Energy(Protocol):
+    """An energy that knows its derivatives along given directions."""
+
+    def __call__(self, x: Tensor, sigma: Tensor, /, **condition: Any) -> Tensor:
+        """The energies, shape (B,)."""
+        ...
+
+    def tangents(
+        self, x: Tensor, sigma: Tensor, vs: tuple[Tensor, ...], /, **condition: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The energies and their derivatives along each v, each of shape (B,)."""
+        ...
+
 
 REGIONS = (ResBlock, Attention, GroupNorm)
 GRAPHS = 256  # compiled versions of one block: its shapes times the passes of a step, evaluation and checks
@@ -171,6 +186,42 @@ class _Graph:
 def _pool() -> Any:
     """The memory that all graphs share: what is left in it after a replay is added up before the next."""
     return torch.cuda.graph_pool_handle()
+
+
+def energy_dsm(
+    energy: Energy, x0: Tensor, sigma: Tensor, z: Tensor, *, condition: Condition | None = None
+) -> Tensor:
+    """`curlfree.dsm` of an energy's score ``s = -dE/dx``, with its gradient by one ordinary backward.
+
+    With r = s + z/sigma held fixed, the gradient of ``1/2 ||s + z/sigma||^2`` is that of ``<r, s>``, which is
+    minus the energy's derivative along r: forward mode, as in the penalty's detached dual. That is 8 forward
+    passes in place of the 6 of double backward, but compiled ones.
+
+    Args:
+        energy: an energy with a method ``tangents(x, sigma, vs, **condition) -> (E, (dE/dv, ...))``.
+        x0: clean data, of shape (B, *event).
+        sigma: noise levels, of shape (B,).
+        z: unit noise like x0.
+        condition: keyword arguments for the energy.
+
+    Returns:
+        The losses per sample, shape (B,).
+    """
+    level = per_sample(sigma, x0)
+    x = (x0 + level * z).detach()
+    arguments, replay = same_choices(energy, x, condition)
+    with torch.enable_grad(), frozen(energy):
+        point = x.requires_grad_()
+        s = -gradient(
+            energy(point, sigma, **arguments).sum(),
+            point,
+            torch.ones((), device=x.device),
+            create_graph=False,
+        )
+    r = s + z / level
+    with replay:
+        _, (slope,) = energy.tangents(point.detach(), sigma, (r,), **arguments)
+    return 0.5 * inner(r, r) - (slope - slope.detach())
 
 
 def check_tangents(

@@ -33,6 +33,7 @@ from curlfree.operators import (
 from curlfree.processes import Linear, Process
 
 Network = Callable[..., Tensor]
+Tangents = tuple[Tensor, ...]
 
 
 class PaperField(nn.Module):
@@ -142,6 +143,14 @@ class DenoiserEnergy(nn.Module):
         r = x - self.denoiser(x, sigma, **condition)
         return inner(r, r) / (2 * sigma.square())
 
+    def tangents(self, x: Tensor, sigma: Tensor, vs: Tangents, **condition: Any) -> tuple[Tensor, Tangents]:
+        """The energies and their derivatives along each v, ``<x - D, v - J_D v>/sigma^2``."""
+        denoiser: Any = self.denoiser
+        D, products = denoiser.tangents(x, sigma, vs, **condition)
+        r = x - D
+        slopes = (inner(r, v - Jv) / sigma.square() for v, Jv in zip(vs, products, strict=True))
+        return inner(r, r) / (2 * sigma.square()), tuple(slopes)
+
 
 class ScoreNormEnergy(nn.Module):
     """The authors' C-NCSN++, not Eq. 11: ``E = ||h||^2/(2 sigma^3)`` with the raw output h of the network.
@@ -158,6 +167,12 @@ class ScoreNormEnergy(nn.Module):
         """The energies, shape (B,)."""
         s = self.score(x, sigma, **condition)
         return inner(s, s) / (2 * sigma)
+
+    def tangents(self, x: Tensor, sigma: Tensor, vs: Tangents, **condition: Any) -> tuple[Tensor, Tangents]:
+        """The energies and their derivatives along each v, ``<s, J v>/sigma``."""
+        score: Any = self.score
+        s, products = score.tangents(x, sigma, vs, **condition)
+        return inner(s, s) / (2 * sigma), tuple(inner(s, Jv) / sigma for Jv in products)
 
 
 class InnerProductEnergy(nn.Module):
