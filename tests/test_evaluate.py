@@ -141,8 +141,8 @@ def test_shared_and_interrupted_evaluations_end_with_the_same_numbers(
     with pytest.raises(KeyboardInterrupt):
         evaluate(broken, config)
     assert evaluate(broken, config) == expected
-    assert calls == 2 + 2 + 1  # the interrupted batch again, the last one, and the tight run
-    assert evaluate(broken, config) == expected and calls == 5
+    assert calls == 2 + 2 + 2  # the interrupted batch again, the last one, and the two of the solver's error
+    assert evaluate(broken, config) == expected and calls == 6
 
 
 def test_other_weights_start_their_own_record(exact: tuple[Run, dict], tmp_path: Path) -> None:
