@@ -46,6 +46,7 @@ PAPER = {  # printed by the authors' program with seed 8; sym is |(WR^T - RW^T)_
 }
 HIDDEN, STEPS, LEARNING_RATE, LOG_EVERY = 2, 10_002, 1e-4, 200
 GRID, EXTENT = 40, 10.0
+SAME_LINE, SAME_UNIT = 0.1, 1e-4  # degrees; rms difference of two h' on the grid
 REACHED = {"loss": 1e-9, "sym": 1e-6, "difference": 0.1}
 
 DATA_MEANS = ((-1.5, -0.5), (1.5, 0.5), (0.0, 1.5))
@@ -265,8 +266,9 @@ def trace_form(weights: Weights, points: Tensor) -> Tensor:
 
 
 PARALLEL, MERGED = "conservative: paired columns parallel", "conservative: two units became one"
+OTHERWISE = "conservative in another way"
 NEARLY, FALLING = "loss below 1e-9, ||WR'-RW'|| not yet below 1e-6", "loss still above 1e-9"
-OUTCOMES = (PARALLEL, MERGED, NEARLY, FALLING)
+OUTCOMES = (PARALLEL, MERGED, OTHERWISE, NEARLY, FALLING)
 
 
 def reached(final: dict[str, float]) -> bool:
@@ -284,7 +286,9 @@ def outcome(final: dict[str, float]) -> str:
         return FALLING
     if final["sym"] >= REACHED["sym"]:
         return NEARLY
-    return PARALLEL if final["angle"] < 0.1 else MERGED
+    if final["angle"] < SAME_LINE:
+        return PARALLEL
+    return MERGED if final["gate_difference"] < SAME_UNIT else OTHERWISE
 
 
 def mixture() -> GaussianMixture:

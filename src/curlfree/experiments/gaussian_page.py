@@ -172,7 +172,8 @@ def disagreements(values: dict[str, Any]) -> list[Disagreement]:
             f"In the flow U needs time {u['time_to_rule'][-1]:.4f}, as without error, C "
             f"{c['time_to_rule'][-1]:.4f}.",
             f"A step a multiplies U's radius by |1 - a/std² + i a A|. With a = {STEP:g} that exceeds 1 for A "
-            f"above 77.5; A reaches {u['amplitude'][-1]:.0f} at the last ε. At half the step it is gone.",
+            f"above 77.5; A reaches {u['amplitude'][-1]:.0f} at the last ε. With half that step U needs "
+            f"{u['time_by_steps'][-1][1] / values['corrected']['step_sizes'][1]:.0f} steps.",
         ),
         Disagreement(
             "Eq. A6 defines C for every ε > 0.",
