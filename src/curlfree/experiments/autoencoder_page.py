@@ -208,8 +208,8 @@ def _arm_table(data: dict[str, Any]) -> Table:
         rows,
         "Mean over seeds with a 95 % interval. DSM (Eq. 5) plus lambda L_QC at one noise level, eight hidden "
         "units; score error against the exact score of the smoothed mixture on fresh points in double "
-        f"precision (the zero field has {data['score_norm']:.3g}). C parallel: R_i = a_i W_i. QC's score error "
-        f"minus that of C parallel, seed by seed: {mean_cell(gap)}.",
+        f"precision (the zero field has {data['score_norm']:.3g}). C parallel: R_i = a_i W_i. QC's score "
+        f"error minus that of C parallel, seed by seed: {mean_cell(gap)}.",
     )
 
 
