@@ -369,6 +369,11 @@ def test_the_penalty_never_writes_into_x() -> None:
 def test_values_without_gradients(mode) -> None:
     """A validation loop logs the penalty with the training configuration."""
     net, x, sigma = network("unet")
+    embedding = nn.Embedding(3, 32).double()
+
+    def classes(y: Tensor, _: Tensor | None, label: Tensor) -> Tensor:
+        return torch.tanh(y.roll(1, 1) * embedding(label))
+
     for form in ("double", "dual"):
         with seeded(0):
             expected = cf.qc_loss(net, x, sigma, weight=1.0, form=form, generator=rng()).detach()
@@ -376,6 +381,10 @@ def test_values_without_gradients(mode) -> None:
             found = cf.qc_loss(net, x.clone(), sigma.clone(), weight=1.0, form=form, generator=rng())
         assert not found.requires_grad
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        with mode():
+            condition = {"label": torch.arange(3)}
+            labelled = cf.qc_loss(classes, x.flatten(1), weight=1.0, form=form, condition=condition)
+        assert labelled > 0
 
 
 @pytest.mark.parametrize("form", ["double", "dual"])

@@ -54,7 +54,8 @@ def check_field(
 
 def _check_independent(field: Field, x: Tensor, sigma: Tensor | None, condition: Condition | None) -> None:
     with torch.no_grad():
-        _, J = jacobian(field, x, sigma, condition=condition)
+        value, J = jacobian(field, x, sigma, condition=condition)
+        _check_all_finite(value)
         for sample in (0, -1):
             only = torch.zeros_like(x)
             only[sample] = gaussian(x[sample], torch.Generator().manual_seed(0))
@@ -62,9 +63,15 @@ def _check_independent(field: Field, x: Tensor, sigma: Tensor | None, condition:
             others[sample] = 0
             if bool((others != 0).any()):
                 raise ValueError(
-                    "the field mixes samples: the value at one depends on others; expected each sample's "
-                    "value to depend on that sample alone; replace BatchNorm by GroupNorm, or call .eval() first"
+                    "the field mixes samples: the value at one depends on others; expected the value at "
+                    "each sample to depend on that sample alone; replace BatchNorm by GroupNorm, or call "
+                    ".eval() first"
                 )
+
+
+def _check_all_finite(value: Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError("the field's value must be finite, got NaN or inf")
 
 
 def _check_evaluated(field: Field, x: Tensor, sigma: Tensor | None, condition: Condition | None) -> None:
@@ -72,8 +79,7 @@ def _check_evaluated(field: Field, x: Tensor, sigma: Tensor | None, condition: C
         first = field(x, sigma, **(condition or {}))
         check_value(first, x)
         check_floating("the field's value", first)
-        if not bool(torch.isfinite(first).all()):
-            raise ValueError("the field's value must be finite, got NaN or inf")
+        _check_all_finite(first)
         second = field(x, sigma, **(condition or {}))
     if not torch.allclose(first, second, rtol=1e-4, atol=1e-6 * float(first.abs().max())):
         raise ValueError(

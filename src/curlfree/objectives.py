@@ -136,6 +136,7 @@ def total_loss(
     Returns:
         The scalars; call ``.total.backward()`` once.
     """
+    check_batch(x, sigma)
     if score_matching.shape != x.shape[:1]:
         raise ValueError(
             f"score_matching must have one loss per sample, shape ({x.shape[0]},), got "

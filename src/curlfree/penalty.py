@@ -220,8 +220,8 @@ def dual(
         ValueError: the field has no forward-mode rule or no gradient, uses activation checkpointing, or
             (found on the CPU only, where looking is free) draws random numbers that cannot be replayed.
     """
-    condition, replay = same_choices(field, x, condition)
     with torch.inference_mode(False), torch.enable_grad():
+        condition, replay = same_choices(field, x, condition)
         point = differentiable_point(x.detach())
         v, sigma = outside_inference(v), outside_inference(sigma)
         with frozen(field), torch.autocast(x.device.type, enabled=False):
