@@ -31,7 +31,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 demo: $(READY)
 	$(BIN)/curlfree reproduce toy2d --quick --out demo
