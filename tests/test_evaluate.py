@@ -233,6 +233,14 @@ def test_images_are_evaluated_without_a_download(packed: Path, tmp_path: Path) -
     assert metrics.keys() == named
     assert metrics["fid"]["n"] == 48 and metrics["fid"]["se"] > 0 and "60 images" in metrics["fid"]["how"]
     assert 1 <= metrics["inception_score"]["value"] <= 4
+    # 4 levels of heun: 3 steps of two evaluations, and Tweedie's.
+    assert metrics["fid"]["samples"] == {
+        "sampler": "heun",
+        "steps": 4,
+        "guidance": 1.0,
+        "seed": 0,
+        "nfe": 7.0,
+    }
 
     # Another run uses the kept reference; damage to it is refused.
     (reference,) = (tmp_path / "references").iterdir()

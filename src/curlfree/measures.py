@@ -32,7 +32,7 @@ from curlfree.metrics import Estimate, audit, mean_estimate
 from curlfree.neighbours import precision_recall
 from curlfree.objectives import dsm, esm
 from curlfree.pieces import Tensors, fingerprint, load_tensors, save_tensors
-from curlfree.sample import SampleConfig, draw, home, sample
+from curlfree.sample import SampleConfig, Samples, draw, home, sample
 from curlfree.seeds import stream
 
 Summary = Callable[[], dict[str, Metric]]
@@ -251,9 +251,8 @@ def samples(task: Evaluation) -> Summary:
     if task.data.distribution:
         n = config.reference_n or config.samples.n
         real = open_data(task.run, split="reference", n=n, seed=config.seed)
-        return lambda: _precision_recall(
-            real.rows(torch.arange(n))[0], drawn.x, config.neighbours, "coordinates"
-        )
+        points = real.rows(torch.arange(n))[0]
+        return lambda: _drawn(drawn, _precision_recall(points, drawn.x, config.neighbours, "coordinates"))
     if config.features is None:
         raise ValueError("metrics: 'samples' of images needs a feature network; name one with `features`")
     network, identity = load_network(config.features, home(task.run.field).device)
@@ -290,7 +289,7 @@ def samples(task: Evaluation) -> Summary:
             logits = torch.cat([p["logits"] for p in found])
             how = f"exp of the mean KL to the marginal, without splits, logits of {identity}"
             metrics["inception_score"] = entry(inception_score(logits), n, how)
-        return metrics
+        return _drawn(drawn, metrics)
 
     return summary
 
@@ -316,6 +315,17 @@ def reference_features(task: Evaluation, network: FeatureNetwork, identity: str)
     if task.team.rank == 0:
         save_tensors(path, {"features": torch.cat([p["features"] for p in found])}, who)
     return path
+
+
+def _drawn(drawn: Samples, metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """The metrics with a note on how the samples were drawn."""
+    nfe = float(drawn.evaluations.double().mean())
+    by = {name: drawn.settings[name] for name in ("sampler", "steps", "guidance", "seed")}
+    note = f"; {len(drawn.x)} samples by {by['sampler']}, {nfe:.5g} network evaluations each"
+    return {
+        name: {**metric, "how": metric["how"] + note, "samples": {**by, "nfe": nfe}}
+        for name, metric in metrics.items()
+    }
 
 
 def _precision_recall(real: Tensor, fake: Tensor, k: int, space: str) -> dict[str, Metric]:
