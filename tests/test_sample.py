@@ -54,7 +54,7 @@ def test_a_sample_depends_on_its_seed_alone(points: Run, change: dict) -> None:
 
 @pytest.mark.parametrize("sampler", [*FIXED, "ode"])
 def test_samples_have_the_distribution(points: Run, sampler: str) -> None:
-    config = SampleConfig(n=4000, sampler=sampler, batch=4000, steps=200, denoise=False, batch_norms=True)
+    config = SampleConfig(n=4000, sampler=sampler, batch=4000, steps=200, denoise=False)
     x = sample(points, config).x
     std = (0.7**2 + 0.05**2) ** 0.5
     n = x.numel()

@@ -64,8 +64,8 @@ class SampleConfig:
         steps: noise levels of the samplers with fixed steps; by default 1000, for heun 18, for euler 100.
         snr: the signal-to-noise ratio of the Langevin steps.
         corrector_steps: Langevin steps per level.
-        batch_norms: their step size from norms averaged over the batch, as in the authors' code; needed in
-            few dimensions, where the norm of one score says little.
+        batch_norms: their step size from norms averaged over the batch, as in the authors' code; an image
+            then depends on its batch.
         rtol: relative tolerance of the ODE.
         atol: absolute tolerance of the ODE.
         per_sample: control the ODE's error in each sample, not in the batch as a whole.

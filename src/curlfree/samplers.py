@@ -30,7 +30,7 @@ from torch import Tensor
 from curlfree.checks import check_batch, check_value
 from curlfree.noise import Noise
 from curlfree.ode import Solver, rk45
-from curlfree.operators import Condition, Field, per_sample
+from curlfree.operators import Condition, Field
 from curlfree.processes import Process
 
 Progress = Callable[[int, int], None]
@@ -243,8 +243,10 @@ def predictor_corrector(
 ) -> Solution:
     """Reverse diffusion, each step preceded by Langevin steps at its level (Song et al. 2021, Alg. 2 and 4).
 
-    The Langevin step size is ``a = 2 (snr ||z|| / ||s||)^2`` in Song's convention ``x + a s + sqrt(2a) z``.
-    The authors' code takes the norms' means over the batch, which ties its samples together: `batch_norms`.
+    The Langevin step is ``x + a s + sqrt(2a) z`` with ``a = 2 (snr r)^2``. In the authors' code r is the
+    ratio of ``||z||`` and ``||s||``, each averaged over the batch, which ties its samples together
+    (`batch_norms`); here it is what that ratio is for noise alone, s = -z/sigma: r = sigma. (The ratio of
+    each sample by itself lets a sample leave wherever its score vanishes, and in few dimensions does.)
 
     Args:
         field: the score.
@@ -255,7 +257,7 @@ def predictor_corrector(
         levels: the levels themselves, decreasing, in place of ``process.levels(steps)``.
         corrector_steps: Langevin steps at each level, before the step to the next one.
         snr: the signal-to-noise ratio of the Langevin steps.
-        batch_norms: take norms averaged over the batch.
+        batch_norms: take the ratio of norms averaged over the batch.
         denoise: end with Tweedie's step at the last level, in place of nothing.
         condition: keyword arguments for the field.
         progress: called after every level.
@@ -272,8 +274,9 @@ def predictor_corrector(
     for sigma, following in zip(sigmas, [*sigmas[1:], None], strict=True):
         for _ in range(corrector_steps):
             s, z = run(x, sigma), noise(x)
-            a = _corrector_step(s, z, snr, batch_norms)
-            x = x + a * s + (2 * a).sqrt() * z
+            ratio = _norm(z) / _norm(s) if batch_norms else sigma
+            a = 2 * (snr * ratio) ** 2
+            x = x + a * s + math.sqrt(2 * a) * z
         if following is not None:
             variance = sigma**2 - following**2
             x = x + variance * run(x, sigma) + math.sqrt(variance) * noise(x)
@@ -283,11 +286,9 @@ def predictor_corrector(
     return run.solution(x)
 
 
-def _corrector_step(s: Tensor, z: Tensor, snr: float, batch_norms: bool) -> Tensor:
-    s_norm, z_norm = s.flatten(1).norm(dim=1), z.flatten(1).norm(dim=1)
-    if batch_norms:
-        s_norm, z_norm = s_norm.mean().expand(len(s)), z_norm.mean().expand(len(z))
-    return per_sample(2 * (snr * z_norm / s_norm).square(), s)
+def _norm(v: Tensor) -> float:
+    """The mean over the batch of the samples' norms."""
+    return float(v.flatten(1).norm(dim=1).mean())
 
 
 def edm_levels(process: Process, steps: int, rho: float = 7.0) -> Tensor:
