@@ -233,11 +233,19 @@ class RunConfig:
 
 
 # Fields in which a run may differ from the one that it continues: they do not change the weights at a step.
+# (A packed file is known by its checksum, wherever it lies.)
 FREE = frozenset(
-    f"train.{name}"
-    for name in ("steps", "log_every", "checkpoint_every", "keep", "images", "tensorboard", "wandb")
+    (
+        "data.packed.path",
+        "train.steps",
+        "train.log_every",
+        "train.checkpoint_every",
+        "train.keep",
+        "train.images",
+        "train.tensorboard",
+        "train.wandb",
+    )
 )
-
 KINDS: dict[str, type] = {
     "toy": ToyData,
     "packed": PackedData,
