@@ -23,9 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measure import FlopCounter
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import curlfree as cf
 from curlfree import estimators, penalty
@@ -113,7 +112,9 @@ def value_variance(net: NCSNpp, data: Tensor, seed: int, photos: int, draws: int
     return table
 
 
-def two_stages(net: NCSNpp, x: Tensor, sigma: Tensor, z: Tensor, v: Tensor, lmbda: float) -> None:
+def two_stages(
+    net: torch.nn.Module, x: Tensor, sigma: Tensor, z: Tensor, v: Tensor, lmbda: float, power: int = 4
+) -> None:
     """The authors' step: Alg. 1 with the score matching loss on the same evaluation of the network."""
     x = x.detach().requires_grad_()
     s = net(x, sigma)
@@ -122,7 +123,7 @@ def two_stages(net: NCSNpp, x: Tensor, sigma: Tensor, z: Tensor, v: Tensor, lmbd
     (vJJ,) = torch.autograd.grad(inner(vJ_sg, s).sum(), x, create_graph=True)
     level = sigma[:, None, None, None]
     dsm = 0.5 * inner(s + z / level, s + z / level)
-    loss = (sigma**2 * dsm + lmbda * sigma**4 * (inner(vJ, vJ) - inner(vJJ, v))).mean()
+    loss = (sigma**2 * dsm + lmbda * sigma**power * (inner(vJ, vJ) - inner(vJJ, v))).mean()
     loss.backward(retain_graph=True)
     vJ.backward(vJ_sg.grad)
 
@@ -158,20 +159,6 @@ STEPS: dict[str, Callable] = {
     "skew dual": dual_step("skew"),
     "paper dual": dual_step("paper"),
 }
-
-
-class FlopCounter(TorchDispatchMode):
-    """Counts matrix products and convolutions, double backward included (torch's own counter cannot)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 def flops(net: NCSNpp, data: Tensor, seed: int) -> dict[str, float]:
