@@ -70,6 +70,22 @@ def test_scalar_energies_take_both_shapes_and_no_level() -> None:
         torch.testing.assert_close(cf.EnergyField(cf.ScalarEnergy(g))(x), -torch.cos(x @ W) * W.T)
 
 
+@pytest.mark.parametrize("kind", [cf.DenoiserEnergy, cf.ScoreNormEnergy])
+def test_energies_carry_the_tangents_of_their_networks(kind: type[nn.Module]) -> None:
+    """dE along v is <grad E, v>."""
+    net = network((4,))
+
+    def tangents(x: Tensor, sigma: Tensor, vs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return net(x, sigma), tuple(torch.func.jvp(lambda y: net(y, sigma), (x,), (v,))[1] for v in vs)
+
+    net.tangents = tangents
+    energy, x, vs = kind(net), randn(3, 4), (randn(3, 4, seed=1), randn(3, 4, seed=2))
+    E, slopes = energy.tangents(x, SIGMA, vs)
+    torch.testing.assert_close(E, energy(x, SIGMA))
+    for v, slope in zip(vs, slopes, strict=True):
+        torch.testing.assert_close(slope, -(cf.EnergyField(energy)(x, SIGMA) * v).sum(1))
+
+
 def test_the_signs_of_equation_11() -> None:
     """U and C agree for a constant f with the resolved sign, and are opposite with the printed one."""
     target, x = randn(1, 4, seed=3), randn(3, 4)

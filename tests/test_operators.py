@@ -309,6 +309,61 @@ def test_what_activation_checkpointing_cannot_do() -> None:
         cf.qc_loss(Checkpointed(fused, True), x, sigma, weight=1.0)
 
 
+class Carrying(nn.Module):
+    """A layer that propagates its own tangents; its dropout is PyTorch's own, or drawn when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A, self.B = nn.Parameter(randn(4, 6)), nn.Parameter(randn(6, 4, seed=1))
+
+    def forward(self, x: Tensor, sigma: Tensor, **condition: Tensor) -> Tensor:
+        return self.tangents(x, sigma, (), **condition)[0]
+
+    def mask(self, h: Tensor, masks: Tensor | None) -> Tensor:
+        return nn.functional.dropout(torch.ones_like(h), 0.5, self.training)
+
+    def tangents(self, x, sigma, vs, *, label: Tensor, masks: Tensor | None = None):
+        A = label[:, None, None] * self.A
+        h = torch.einsum("bi,bij->bj", x * label[:, None], A)
+        scale = self.mask(h, masks) / sigma[:, None]
+        slope = scale / h.cosh() ** 2
+        return scale * torch.tanh(h) @ self.B, tuple(
+            slope * torch.einsum("bi,bij->bj", v * label[:, None], A) @ self.B for v in vs
+        )
+
+
+class Drawing(Carrying):
+    def mask(self, h: Tensor, masks: Tensor | None) -> Tensor:
+        return torch.ones_like(h) if masks is None else masks
+
+    def draw_masks(self, batch: int) -> Tensor:
+        return 2 * torch.bernoulli(torch.full((batch, 6), 0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [Carrying, Drawing])
+def test_fields_that_carry_tangents(kind: type[Carrying], training: bool, mode) -> None:
+    """Without gradients J v comes from them: equal to the other way, with the dropout of the evaluation."""
+    net = kind().train(training)
+    with mode():
+        x, v, u = randn(5, 4), randn(5, 4, seed=2), randn(5, 4, seed=3)
+        sigma, condition = torch.linspace(0.5, 2, 5, dtype=torch.float64), {"label": torch.arange(5.0)}
+        with seeded(0):
+            value, J = cf.jacobian(net, x, sigma, condition=condition)
+            Jv, JTu, again = J @ v, J.T @ u, J @ v
+    assert all(p.requires_grad and p.grad is None for p in net.parameters())
+    assert not value.requires_grad and not Jv.requires_grad
+    assert torch.equal(Jv, again)
+    torch.testing.assert_close((u * Jv).sum(1), (JTu * v).sum(1), **TIGHT)
+    x, v, sigma, condition = x.clone(), v.clone(), sigma.clone(), {"label": condition["label"].clone()}
+    with seeded(0):
+        if training and kind is Drawing:
+            condition["masks"] = net.draw_masks(5)
+        known, K = cf.jacobian(lambda y, s, **c: net(y, s, **c), x, sigma, condition=condition)
+    torch.testing.assert_close((value, Jv), (known.detach(), (K @ v).detach()), **TIGHT)
+
+
 def test_central_differences_converge_with_order_two_and_have_no_transpose() -> None:
     net, (x, sigma) = randomised(MLP(4)), CASES["mlp"].batch()
     v = randn(*x.shape, seed=4)

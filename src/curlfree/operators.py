@@ -168,8 +168,8 @@ def _own_products(
     field: Any, x: Tensor, sigma: Tensor | None, condition: Condition | None
 ) -> tuple[Tensor, Operator]:
     """`jacobian` by the tangents that the field propagates and ordinary backward passes."""
-    arguments, replay = same_choices(field, x, condition)
     with torch.inference_mode(False), torch.enable_grad(), frozen(field):
+        arguments, replay = same_choices(field, x, condition)
         point, sigma = differentiable_point(x.detach()), outside_inference(sigma)
         value = field(point, sigma, **arguments)
         check_value(value, x)
