@@ -306,7 +306,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
         return float(typing.cast(float, value))
     if hint in (int, bool, str) and type(value) is hint:
         return value
-    raise ValueError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {value!r}")
+    expected = f"one of {arguments}" if origin is Literal else getattr(hint, "__name__", str(hint))
+    raise ValueError(f"{where}: expected {expected}, found {value!r}")
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -1,0 +1,348 @@
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from curlfree import checkpoint as ckpt
+from curlfree.build import build_data, build_field, build_process
+from curlfree.config import ObjectiveConfig, load_config
+from curlfree.ema import Ema
+from curlfree.objectives import dsm, total_loss
+from curlfree.operators import per_sample
+from curlfree.runlog import RunLog, cut_back
+from curlfree.runs import load_run
+from curlfree.step import draw, penalised_rows
+from curlfree.train import train
+from curlfree.workers import Workers
+from training import QC, TOY, gradients, images, pack, shared_cases, with_train
+
+ALONE = Workers(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> Path:
+    return pack(tmp_path_factory.mktemp("packed"))
+
+
+def log_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def steps_of(run: Path) -> list[int]:
+    return [ckpt.step_of(path) for path in ckpt.checkpoints(run)]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    a, b = (ckpt.load(ckpt.checkpoints(run)[-1]) for run in (one, other))
+    assert a.state == b.state
+    for left, right in ((a.model, b.model), (a.ema, b.ema), (a.optimizer, b.optimizer)):
+        assert left.keys() == right.keys()
+        for name, tensor in left.items():
+            assert torch.equal(tensor, right[name]), name
+
+
+def run_cases(path: Path):
+    return {
+        "toy u": TOY,
+        "toy qc": replace(TOY, objective=replace(QC, every=2, probes=2)),
+        "toy c, accumulated": with_train(replace(TOY, field=replace(TOY.field, form="energy")), accumulate=3),
+        "images qc, dropout, accumulated": with_train(
+            images(path, dropout=0.3, classes=3), accumulate=2, channels_last=True
+        ),
+        "images u, dropout, bfloat16": with_train(
+            replace(images(path, dropout=0.3), objective=ObjectiveConfig()), precision="bfloat16"
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", run_cases(Path()))
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, packed, name):
+    config = run_cases(packed)[name]
+    half = config.train.steps // 2
+    assert train(config, tmp_path / "whole", device="cpu") == 2 * half
+    assert train(with_train(config, steps=half), tmp_path / "parts", device="cpu") == half
+    assert train(config, tmp_path / "parts", device="cpu") == 2 * half
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = log_of(tmp_path / "whole"), log_of(tmp_path / "parts")
+    assert [row["step"] for row in whole] == [row["step"] for row in parts]
+    assert whole[-1] == parts[-1]
+
+
+def test_training_leaves_the_global_generators_alone(tmp_path, packed):
+    before = torch.get_rng_state()
+    train(with_train(images(packed, dropout=0.3), steps=1), tmp_path, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_gradient_is_that_of_the_objective(packed):
+    """Against `total_loss` with the exact asymmetry, on the same draws, in float64."""
+    objective = ObjectiveConfig(lmbda=0.7, weighting="sigma4", estimator="exact", form="double", every=3)
+    config = with_train(replace(TOY, objective=objective), precision="float64")
+    found = gradients(config, ALONE, step=5)
+    field = build_field(config)
+    (batch,) = build_data(config, ALONE.device).batches.run(5, 6)
+    draws = draw(config, build_process(config), batch, 5, ALONE)
+    assert draws.penalised.tolist() == list(range(12))
+    x = draws.x0 + per_sample(draws.sigma, draws.x0) * draws.z
+    sm = dsm(field, draws.x0, draws.sigma, draws.z)
+    loss = total_loss(
+        sm, field, x, draws.sigma, lmbda=0.0 + 3 * 0.7, qc_weighting=lambda s: s**4, estimator="exact"
+    )
+    loss.total.backward()
+    for name, parameter in field.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_penalty_is_evaluated_in_every_kth_step_only():
+    config = replace(TOY, objective=replace(QC, every=3))
+    (batch,) = build_data(config, ALONE.device).batches.run(0, 1)
+    counts = [len(draw(config, build_process(config), batch, step, ALONE).penalised) for step in range(6)]
+    assert counts == [0, 0, 6, 0, 0, 6]
+
+
+def relative(found, expected) -> float:
+    difference = sum(float((found[n] - g).double().square().sum()) for n, g in expected.items())
+    return math.sqrt(difference / sum(float(g.double().square().sum()) for g in expected.values()))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_workers_and_accumulated_parts_add_up_to_one_batch(world, accumulate):
+    config = with_train(replace(TOY, objective=QC), precision="float64")
+    whole = gradients(config, ALONE)
+    share = with_train(config, accumulate=accumulate)
+    each = [gradients(share, Workers(rank, world, ALONE.device)) for rank in range(world)]
+    mean = {name: sum(g[name] for g in each) / world for name in whole}
+    assert relative(mean, whole) < 1e-14
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_two_gloo_processes_have_the_gradients_of_one(tmp_path, packed):
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    script = Path(__file__).with_name("training.py")
+    processes = [
+        subprocess.Popen([sys.executable, script, packed, tmp_path], env=os.environ | place | {"RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    for name, config in shared_cases(packed).items():
+        shared, alone = load_file(tmp_path / f"{name}.safetensors"), gradients(config, ALONE)
+        assert shared.keys() == alone.keys()
+        assert relative(shared, alone) < (1e-12 if "64" in name else 1e-5), name
+
+
+@pytest.mark.parametrize(("batch", "fraction"), [(12, 0.5), (10, 0.3), (7, 1.0), (128, 1 / 32), (5, 0.01)])
+def test_every_row_is_penalised_equally_often(batch, fraction):
+    g = torch.Generator().manual_seed(1)
+    n, draws = max(1, round(fraction * batch)), 4000
+    rows = [penalised_rows(batch, fraction, g) for _ in range(draws)]
+    assert all(len(r) == n and bool((r.diff() >= 0).all()) for r in rows)
+    mean = torch.bincount(torch.cat(rows), minlength=batch).double() / draws
+    p = n / batch
+    assert float((mean - p).abs().max()) < 5 * math.sqrt(p / draws) + 1e-12
+    if batch % 2 == 0 and n % 2 == 0:
+        assert all(int((r < batch // 2).sum()) == n // 2 for r in rows)
+
+
+def test_channels_last_changes_nothing_but_the_order_of_memory(packed):
+    config = with_train(images(packed), precision="float64")
+    plain, last = gradients(config, ALONE), gradients(with_train(config, channels_last=True), ALONE)
+    assert relative(last, plain) < 1e-12
+
+
+def test_bfloat16_keeps_float32_weights_and_nearly_the_gradient(packed):
+    config = replace(images(packed), objective=ObjectiveConfig())
+    full, half = gradients(config, ALONE), gradients(with_train(config, precision="bfloat16"), ALONE)
+    assert {g.dtype for g in half.values()} == {torch.float32}
+    assert 0 < relative(half, full) < 0.1
+
+
+def test_the_average_is_that_of_its_recursion():
+    module = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    ema = Ema(module, 0.3)
+    expected = torch.zeros(1, 2)
+    for n in range(1, 6):
+        module.weight.data.fill_(float(n))
+        ema.update(module, n)
+        d = min(0.3, (1 + n) / (10 + n))
+        expected = d * expected + (1 - d) * n
+    torch.testing.assert_close(ema.weights["weight"], expected)
+    none = Ema(module, 0.0)
+    module.weight.data.fill_(9.0)
+    none.update(module, 1)
+    assert torch.equal(none.weights["weight"], module.weight)
+
+
+def test_a_run_lowers_the_loss_and_the_penalty_the_asymmetry(tmp_path):
+    """Same seed, same draws: only lambda differs."""
+    base = with_train(
+        TOY, steps=100, batch_size=64, checkpoint_every=20, log_every=50, validation_samples=256
+    )
+    qc = replace(base, objective=ObjectiveConfig(lmbda=3.0, weighting="sigma4"))
+    monitor = replace(base, objective=ObjectiveConfig(lmbda=1e-9, weighting="sigma4"))
+    last = {}
+    for name, config in (("qc", qc), ("u", monitor)):
+        train(config, tmp_path / name, device="cpu")
+        rows = log_of(tmp_path / name)
+        held_out = [row["held_out_score_matching"] for row in rows if "held_out_score_matching" in row]
+        assert held_out[-1] < held_out[0]
+        last[name] = sum(row["qc"] for row in rows if "qc" in row)
+    assert last["qc"] < 0.5 * last["u"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_is_saved(tmp_path):
+    broken = replace(TOY, optim=replace(TOY.optim, lr=1e30))
+    with pytest.raises(FloatingPointError, match=r"step \d+: the loss or its gradient is not finite.*sigma"):
+        train(broken, tmp_path, device="cpu")
+    assert steps_of(tmp_path) == []
+
+
+def test_sigterm_saves_and_ends_and_the_run_goes_on_from_there(tmp_path, monkeypatch):
+    original = RunLog.step
+
+    def step(self: RunLog, numbers) -> None:
+        if numbers.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        original(self, numbers)
+
+    monkeypatch.setattr(RunLog, "step", step)
+    reached = train(TOY, tmp_path / "stopped", device="cpu")
+    assert 2 < reached < TOY.train.steps and steps_of(tmp_path / "stopped")[-1] == reached
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.undo()
+    assert train(TOY, tmp_path / "stopped", device="cpu") == TOY.train.steps
+    train(TOY, tmp_path / "whole", device="cpu")
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(tmp_path, capsys):
+    train(TOY, tmp_path / "whole", device="cpu")
+    train(TOY, tmp_path / "hurt", device="cpu")
+    file = ckpt.checkpoints(tmp_path / "hurt")[-1] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="truncated"):
+        assert load_run(tmp_path / "hurt").step == 4
+    assert train(TOY, tmp_path / "hurt", device="cpu") == 8
+    assert "checkpoint-00000008" in capsys.readouterr().err
+    assert_same(tmp_path / "whole", tmp_path / "hurt")
+
+
+def test_another_configuration_is_refused_by_field_but_more_steps_are_not(tmp_path):
+    train(with_train(TOY, steps=2), tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.01 != 0\.02"):
+        train(replace(TOY, optim=replace(TOY.optim, lr=0.02)), tmp_path, device="cpu")
+    assert train(with_train(TOY, steps=3, log_every=1), tmp_path, device="cpu") == 3
+    assert load_config(tmp_path / "config.json").train.steps == 3
+    assert train(with_train(TOY, steps=3, log_every=1), tmp_path, device="cpu") == 3
+
+
+def test_other_data_and_wrong_images_are_refused(tmp_path, packed):
+    config = with_train(images(packed), steps=1)
+    train(config, tmp_path / "run", device="cpu")
+    original = packed.read_bytes()
+    pack(packed.parent, seed=1)
+    with pytest.raises(ValueError, match="other data"):
+        train(with_train(config, steps=2), tmp_path / "run", device="cpu")
+    packed.write_bytes(original)
+    large = replace(config.field.network, size=16, attention=(8,))
+    with pytest.raises(ValueError, match=r"data.path: expected images .* \(3, 16, 16\).* found \(3, 8, 8\)"):
+        train(replace(config, field=replace(config.field, network=large)), tmp_path / "b", device="cpu")
+    few = images(packed, classes=2)
+    with pytest.raises(ValueError, match=r"expected labels below field.network.classes = 2, found 2"):
+        train(few, tmp_path / "c", device="cpu")
+
+
+def test_a_run_has_one_writer(tmp_path):
+    train(with_train(TOY, steps=1), tmp_path, device="cpu")
+    child = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); "
+        "print(1, flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", child, tmp_path / ".lock"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline()
+        with pytest.raises(ValueError, match="another process is training"):
+            train(TOY, tmp_path, device="cpu")
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_the_second_stage_starts_from_the_weights_of_the_first(tmp_path):
+    train(TOY, tmp_path / "u", device="cpu")
+    still = replace(TOY.optim, lr=1e-30)
+    qc = with_train(replace(TOY, objective=QC, optim=still, init=str(tmp_path / "u")), steps=1)
+    train(qc, tmp_path / "qc", device="cpu")
+    u = ckpt.load(ckpt.checkpoints(tmp_path / "u")[-1])
+    first = ckpt.load(ckpt.checkpoints(tmp_path / "qc")[-1])
+    assert all(torch.equal(first.model[name], u.model[name]) for name in u.model)
+    d = 2 / 11  # of the first step's average
+    for name in u.ema:
+        torch.testing.assert_close(first.ema[name], d * u.ema[name] + (1 - d) * u.model[name])
+    wider = replace(qc, field=replace(TOY.field, network=replace(TOY.field.network, width=16)))
+    with pytest.raises(ValueError, match="expected shape"):
+        train(wider, tmp_path / "wider", device="cpu")
+    with pytest.raises(FileNotFoundError, match="init"):
+        train(replace(qc, init=str(tmp_path / "nothing")), tmp_path / "none", device="cpu")
+
+
+def test_a_batch_that_does_not_divide_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.batch_size: expected a multiple of 1 workers x 5"):
+        train(with_train(TOY, accumulate=5), tmp_path, device="cpu")
+
+
+def test_load_run_gives_the_field_with_either_weights(tmp_path):
+    train(TOY, tmp_path, device="cpu")
+    averaged, raw, early = (
+        load_run(tmp_path),
+        load_run(tmp_path, weights="raw"),
+        load_run(tmp_path, step=4),
+    )
+    saved = ckpt.load(ckpt.checkpoints(tmp_path)[-1])
+    for run, weights in ((averaged, saved.ema), (raw, saved.model)):
+        assert run.step == 8 and not run.field.training
+        assert all(torch.equal(p, weights[name]) for name, p in run.field.named_parameters())
+    assert early.step == 4 and averaged.process == TOY.process and averaged.config == TOY
+    with pytest.raises(FileNotFoundError, match=r"there are \[4, 8\]"):
+        load_run(tmp_path, step=5)
+    with pytest.raises(FileNotFoundError, match="no run here"):
+        load_run(tmp_path / "elsewhere")
+
+
+def test_the_log_is_cut_back_to_the_checkpoint(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_back(log, 2)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+    cut_back(log, 5)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_the_log_has_the_losses_and_the_asymmetry_by_level(tmp_path):
+    config = with_train(replace(TOY, objective=QC), steps=4, log_every=4, batch_size=64, tensorboard=True)
+    train(config, tmp_path, device="cpu")
+    rows = log_of(tmp_path)
+    steps, held_out = rows[0], rows[1]
+    assert steps["step"] == 4 and len(steps["levels"]) == len(held_out["levels"]) == 8
+    assert steps["loss"] == pytest.approx(steps["score_matching"] + QC.lmbda * steps["qc"], rel=1e-5)
+    assert all(level["asymmetry_nats"] > 0 for level in steps["levels"])
+    assert all(level["work_nats"] > 0 for level in held_out["levels"])
+    assert held_out["held_out_score_matching"] == pytest.approx(
+        ckpt.load_state(ckpt.checkpoints(tmp_path)[-1]).validation
+    )
+    assert list((tmp_path / "tensorboard").iterdir())
