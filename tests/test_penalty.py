@@ -156,6 +156,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "batch norm evaluated": lambda h: F.batch_norm(h, torch.zeros_like(h[0]), torch.ones_like(h[0])) ** 2,
     "group norm": lambda h: F.group_norm(h, 2),
     "rms norm": lambda h: F.rms_norm(h, (8,)),
+    "rms norm of pairs": lambda h: torch.rms_norm(h.view(3, 2, 4), (2, 4), randn(2, 4), 1e-3).view(3, 8),
     "softmax": lambda h: F.softmax(h, dim=-1),
     "softmax method": lambda h: h.softmax(-1),
     "softmin": lambda h: F.softmin(h, dim=-1),
@@ -244,9 +245,14 @@ def test_layer_norm_in_plain_pytorch_has_a_wrong_third_derivative() -> None:
 def test_normalisations_keep_their_values_and_types() -> None:
     x = randn(3, 8)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        value, _ = cf.jacobian(lambda y, _: F.layer_norm(y, (8,)), x.to(dtype))
-        assert value.dtype == dtype
-        torch.testing.assert_close(value, F.layer_norm(x.to(dtype), (8,)))
+        for norm in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm):
+            value, _ = cf.jacobian(lambda y, _, norm=norm: norm(y, (8,)), x.to(dtype))
+            assert value.dtype == dtype
+            torch.testing.assert_close(value, norm(x.to(dtype), (8,)))
+            weighted, _ = cf.jacobian(
+                lambda y, _, norm=norm: norm(y, (8,), torch.ones_like(y[0])), x.to(dtype)
+            )
+            assert torch.equal(weighted, value)
 
 
 @pytest.mark.parametrize("form", ["double", "dual"])

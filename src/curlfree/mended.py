@@ -6,7 +6,7 @@ comparing every operation with finite differences of the penalty (a test repeats
 
 * layer_norm, and batch_norm with batch statistics, so instance_norm, hold the statistics constant in their
   second backward and in forward mode: WRONG gradients, by tens of per cent, without an error. The same by
-  elementary operations is right; group_norm is right as it is.
+  elementary operations is right; group_norm is right as it is, and rms_norm where it is not fused.
 * In forward mode softmax, log_softmax, logsumexp and all attention overwrite what their backward needs: an
   error in ``.backward()``. With any dispatch mode active PyTorch takes another branch, without overwriting.
 * In forward mode glu has no derivative, and those of det and linear solves are silently wrong: the first is
@@ -85,6 +85,16 @@ def _layer_norm(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    dims = tuple(range(-len(shape), 0))
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    floor = torch.finfo(x.dtype).eps if eps is None else eps
+    y = y * (y.square().mean(dims, keepdim=True) + floor).rsqrt()
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
 def _instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,
@@ -124,6 +134,8 @@ def _glu(x: Tensor, dim: int = -1) -> Tensor:
 TWICE_BACKWARD: Mapping[Function, Function] = {
     functional.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
+    functional.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
     functional.instance_norm: _instance_norm,
     functional.batch_norm: _batch_norm,
 }
