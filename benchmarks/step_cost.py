@@ -303,8 +303,8 @@ def page(record: dict) -> list[str]:
     lines = header("The cost of a training step", "step_cost", record)
     lines += [
         f"`{config['preset']}` ({config['parameters']:,} parameters), dropout on; one step is the gradient",
-        "of one training loss. Median; spread: the middle half of the repetitions. Memory: the peak of what a",
-        "step allocates, and the parameters. TFLOP/s: products and convolutions as counted, by the median.",
+        "of one training loss. Median; spread: the middle half of the repetitions. Memory: the peak of what",
+        "a step allocates, and the parameters. TFLOP/s: products and convolutions as counted, by the median.",
         "",
     ]
     for batch, table in record["results"].items():
