@@ -11,7 +11,8 @@ too, and measures these models (with averaged weights) and ours by the exact sco
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from curlfree.processes import VE
 
 SEEDS = 5
 STEPS, BATCH = 4000, 1000
-DEMO_SET, DEMO_ARMS, DEMO_STEPS, DEMO_BATCH = "checkerboard", ("C+", "U+", "QC+"), 1000, 256
+DEMO_SET, DEMO_ARMS, DEMO_STEPS, DEMO_BATCH = "checkerboard", ("C+", "U+", "QC+"), 2000, 256
 DEMO_SIZES = Sizes(level=2000, nll=2000, samples=2000)
 
 
@@ -123,7 +124,7 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"published": {}, "corrected": {}, "sets": {}}
     fields: toy2d_figures.Fields = {}
-    with Progress(console=Console(stderr=True)) as progress:
+    with threads(1 if quick else torch.get_num_threads()), Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=sum(task.recipe.steps for task in tasks))
         for task in tasks:
             progress.update(bar, description=f"{task.problem.title}: {task.name}")
@@ -160,6 +161,17 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
             torch.cuda.get_device_name() if device.type == "cuda" else None,
         ),
     )
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute on so many threads; for the demo's small batches more would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def describe(task: Task, count: int) -> dict[str, Any]:

