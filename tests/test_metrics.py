@@ -115,6 +115,24 @@ def test_the_audit_of_a_network_is_the_mean_of_its_exact_values() -> None:
     assert row["asym_se"] == pytest.approx(float(asym.std() / math.sqrt(10)), rel=1e-10)
     assert row["nasym"] == pytest.approx(float(asym.sum() / (2 * norm2.sum())), rel=1e-10)
     assert row["nasym_mean_of_ratios"] == pytest.approx(float((asym / (2 * norm2)).mean()), rel=1e-10)
+    denoiser = torch.eye(4) + 0.7**2 * J
+    skew2 = 0.25 * 0.7**4 * (J - J.mT).square().sum()
+    assert row["nasym_denoiser"] == pytest.approx(float(skew2 / denoiser.square().sum()), rel=1e-10)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "trace", "paper", "skew", "pair"])
+@pytest.mark.parametrize("probe", [cf.rademacher, cf.gaussian, cf.sphere])
+def test_the_denoiser_is_measured_although_its_jacobian_is_small(estimator: str, probe) -> None:
+    """J = -I/sigma^2 and a hundredth of a rotation: what is left of I + sigma^2 J only turns."""
+
+    def field(x: Tensor, sigma: Tensor) -> Tensor:
+        return (0.01 * torch.stack([-x[:, 1], x[:, 0]], 1) - x) / sigma[:, None] ** 2
+
+    x0 = randn(400, 2)
+    table = cf.audit(field, x0, cf.VE(0.1, 10.0), levels=2, estimator=estimator, probe=probe, generator=rng())
+    for row in table.levels:
+        assert abs(row["nasym_denoiser"] - 1) <= 4 * row["nasym_denoiser_se"] + 1e-9
+        assert row["nasym_denoiser_se"] < 0.5
 
 
 def test_the_mean_of_ratios_depends_on_the_probes_and_the_pooled_ratio_does_not() -> None:

@@ -7,7 +7,7 @@ At each noise level the audit draws ``x = x0 + sigma z`` and reports
   instead (Eqs. A8, A11, which also lack the 1/2 of Eq. A3): that is ``nasym_mean_of_ratios``, and it depends
   on the number of probes;
 * ``nasym_denoiser``: the same for the denoiser's Jacobian ``J_D = I + sigma^2 J``, whose symmetric part is
-  not drowned by -I/sigma^2 at large sigma;
+  not drowned by -I/sigma^2 at large sigma; ||J_D||^2 is estimated from the same products;
 * ``work_nats``: the rms work around great circles of noise (`curlfree.loop_work`), a number with a unit, and
   ``work_nats_half``, the same by half as many nodes: where they differ the field is too rough for the rule.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from curlfree.checks import check_batch
 from curlfree.estimators import Probe, check_estimator, circle_work, gaussian, rademacher, ratio
 from curlfree.fieldcheck import check_field
-from curlfree.operators import Condition, Field, Operator, inner, jacobian, per_sample
+from curlfree.operators import Condition, Field, Operator, jacobian, per_sample
 from curlfree.penalty import restrict
 from curlfree.processes import Process
 
@@ -197,38 +197,27 @@ def _measure(
     """Each image's estimates at one level, in float64 on the CPU."""
     level = per_sample(sigma, x0)
     _, J = jacobian(field, x0 + level * gaussian(x0, generator), sigma, condition=condition)
-    J = _remembering(J)
+    if estimator in ("exact", "trace"):
+        J, probes = Operator.from_matrix(J.dense(), tuple(x0.shape[1:])), 1
+    identity = Operator(lambda v: v, lambda u: u, J.like)
     estimate = check_estimator(estimator, probes)
-    asym, norm2, nasym, trace = [], [], [], []
+    draws: dict[str, list[Tensor]] = {"asym": [], "norm2": [], "nasym": [], "denoiser_norm2": []}
     for _ in range(probes):
-        drawn: list[Tensor] = []
-
-        def draw(drawn: list[Tensor] = drawn) -> Tensor:
-            drawn.append(probe(J.like, generator))
-            return drawn[-1]
-
-        a, n = estimate(J, draw)
-        v = drawn[0] if drawn else probe(J.like, generator)
-        asym.append(a)
-        norm2.append(n)
-        nasym.append(ratio(a, n))
-        trace.append(inner(v, J.T @ v))
+        known = _remembering(J)
+        vs = probe(J.like, generator), probe(J.like, generator)
+        a, n = estimate(known, iter(vs).__next__)
+        _, n_D = estimate(identity + sigma.square() * known, iter(vs).__next__)
+        for name, value in zip(draws, (a, n, ratio(a, n), n_D), strict=True):
+            draws[name].append(value)
     z1, z2 = gaussian(x0, generator), gaussian(x0, generator)
     work = circle_work(field, x0, sigma, z1, z2, nodes=nodes, condition=condition)
-    measured = {
-        "asym": torch.stack(asym).mean(0),
-        "norm2": torch.stack(norm2).mean(0),
-        "nasym": torch.stack(nasym).mean(0),
-        "trace": torch.stack(trace).mean(0),
-        "work": work.sum(0),
-        "work_half": 2 * work[::2].sum(0),
-    }
-    measured["dimension"] = torch.full_like(measured["asym"], x0[0].numel())
+    measured = {name: torch.stack(values).mean(0) for name, values in draws.items()}
+    measured |= {"work": work.sum(0), "work_half": 2 * work[::2].sum(0)}
     return {name: value.double().cpu() for name, value in measured.items()}
 
 
 def _remembering(J: Operator) -> Operator:
-    """J with its products kept: the trace takes none that the estimator has had."""
+    """J with its products kept: the denoiser's estimate takes none that the field's has had."""
 
     def keep(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         kept: list[tuple[Tensor, Tensor]] = []
@@ -247,14 +236,13 @@ def _remembering(J: Operator) -> Operator:
 
 def _level(sigma: float, m: dict[str, Tensor]) -> dict[str, float | int]:
     """The row of one level."""
-    denoiser_norm2 = m["dimension"] + 2 * sigma**2 * m["trace"] + sigma**4 * m["norm2"]
     work = rms_estimate(m["work"])
     row: dict[str, Any] = {"sigma": sigma}
     for name, e in {
         "asym": mean_estimate(m["asym"]),
         "nasym": ratio_estimate(0.5 * m["asym"], m["norm2"]),
         "nasym_mean_of_ratios": mean_estimate(m["nasym"]),
-        "nasym_denoiser": ratio_estimate(0.5 * sigma**4 * m["asym"], denoiser_norm2),
+        "nasym_denoiser": ratio_estimate(0.5 * sigma**4 * m["asym"], m["denoiser_norm2"]),
         "work_nats": work,
     }.items():
         row[name], row[f"{name}_se"] = e.value, e.se
