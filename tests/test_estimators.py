@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import curlfree as cf
-from cases import CASES, MLP, Case, dense, mixture, randn, randomised, rng
+from cases import CASES, MLP, Case, UNet, dense, mixture, randn, randomised, rng, seeded
 from curlfree import estimators, penalty
 from curlfree.estimators import ESTIMATORS, circle_work, moments, ratio
 from curlfree.operators import Operator, central_difference
@@ -264,6 +264,11 @@ def test_extremes_of_normalised_asymmetry() -> None:
     )
 
 
+def test_a_derivative_that_is_not_finite_is_not_taken_for_zero() -> None:
+    found = cf.normalized_asymmetry(lambda y, _: y.abs().sqrt(), torch.zeros(3, 2))
+    assert found.isnan().all()
+
+
 def test_zero_jacobians_have_a_finite_gradient() -> None:
     scale = torch.zeros((), dtype=torch.float64, requires_grad=True)
     cf.normalized_asymmetry(lambda y, _: scale * y, randn(3, 2)).sum().backward()
@@ -372,6 +377,20 @@ def test_work_of_an_exact_score_vanishes_spectrally() -> None:
     assert orders[1] < orders[2] < orders[3]
     assert orders[3] > 5
     assert rms[-1] < 1e-4 * rms[0]
+
+
+def test_dropout_masks_are_the_same_at_all_nodes() -> None:
+    net, x0 = randomised(UNet()), randn(3, 2, 4, 4)
+    sigma, z1, z2 = torch.ones(3, dtype=torch.float64), randn(*x0.shape, seed=1), randn(*x0.shape, seed=2)
+    with seeded(0):
+        found = circle_work(net, x0, sigma, z1, z2, nodes=4)
+        after = torch.get_rng_state()
+    for k, (c, s) in enumerate([(1, 0), (0, 1), (-1, 0), (0, -1)]):
+        with seeded(0):
+            value = net(x0 + c * z1 + s * z2, sigma)
+            assert torch.equal(torch.get_rng_state(), after)
+        expected = math.pi / 2 * (value * (c * z2 - s * z1)).sum((1, 2, 3))
+        torch.testing.assert_close(found[k], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_half_the_nodes_show_the_error() -> None:

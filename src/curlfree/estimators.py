@@ -20,6 +20,7 @@ All are unbiased but `loop`, that is `pair` by central differences. Adding a gra
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from curlfree.operators import (
     inner,
     jacobian,
     per_sample,
+    same_choices,
 )
 
 Draw = Callable[[], Tensor]
@@ -259,7 +261,7 @@ def normalized_asymmetry(
 
 def ratio(asym: Tensor, norm2: Tensor) -> Tensor:
     """NAsym from Asym and ||J||_F^2: ``Asym / (2 ||J||^2)``, and 0 where J = 0."""
-    return torch.where(norm2 > 0, 0.5 * asym / torch.where(norm2 > 0, norm2, 1.0), 0.0)
+    return torch.where(norm2 == 0, 0.0, 0.5 * asym / torch.where(norm2 == 0, 1.0, norm2))
 
 
 def circle_work(
@@ -304,10 +306,12 @@ def circle_work(
     if nodes < 3:
         raise ValueError(f"a loop needs at least 3 nodes, got {nodes}")
     radius = per_sample(sigma, x0)
+    arguments, replay = same_choices(field, x0, condition)
     work = []
     for k in range(nodes):
         c, s = math.cos(2 * math.pi * k / nodes), math.sin(2 * math.pi * k / nodes)
-        value = field(x0 + radius * (c * z1 + s * z2), sigma, **(condition or {}))
+        with replay if k else nullcontext():
+            value = field(x0 + radius * (c * z1 + s * z2), sigma, **arguments)
         check_value(value, x0)
         work.append(2 * math.pi / nodes * inner(value, radius * (c * z2 - s * z1)))
     return torch.stack(work)
@@ -326,8 +330,7 @@ def loop_work(
 
     A conservative field does none. For a linear field each draw is ``2 pi sigma^2 z2^T K z1`` exactly; in
     general the rms over draws is ``2 pi sigma^2 ||K||_F`` to leading order. The generator gives z1, then z2.
-    Forward passes only: `nodes` of them. A field with random choices (dropout) does spurious work: call
-    ``.eval()`` first.
+    Forward passes only: `nodes` of them, all with the same random choices (dropout masks).
     """
     check_batch(x0, None)
     z1, z2 = gaussian(x0, generator), gaussian(x0, generator)
