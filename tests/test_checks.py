@@ -223,6 +223,11 @@ def test_check_field_finds_inconsistent_derivatives() -> None:
         cf.check_field(lambda x, s: Wrong.apply(x), X)
 
 
+def test_check_field_finds_derivatives_that_are_not_finite() -> None:
+    with pytest.raises(ValueError, match=r"the field's derivative must be finite.*square roots, norms"):
+        cf.check_field(lambda x, s: x.abs().sqrt(), torch.zeros(3, 4))
+
+
 def test_check_field_needs_two_samples() -> None:
     with pytest.raises(ValueError, match="at least two samples to see whether they mix, got 1"):
         cf.check_field(field, X[:1])
@@ -342,6 +347,7 @@ def test_exactly_the_shape_of_x_is_accepted(shape: tuple[int, ...], answer: tupl
         (lambda: cf.qc_loss(field, X, weight=1.0, fraction="some"), ValueError, "got 'some'"),
         (lambda: cf.qc_loss(field, X, weight=torch.ones(2)), ValueError, r"shape \(3,\), got \(2,\)"),
         (lambda: cf.qc_loss(field, X, weight=torch.ones(3, 1)), ValueError, r"got \(3, 1\)"),
+        (lambda: cf.qc_loss(field, X, weight=math.nan), ValueError, r"weight must be finite, got 1 of 1"),
         (lambda: cf.loop_work(field, X, SIGMA, nodes=2), ValueError, "a loop needs at least 3 nodes, got 2"),
         (lambda: cf.circle_work(field, X, SIGMA, X[:1], X), ValueError, r"shape .* \(1, 4\) and \(3, 4\)"),
         (lambda: cf.loop_work(field, X, None), TypeError, "sigma must be a torch.Tensor, got NoneType"),

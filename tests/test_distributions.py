@@ -291,3 +291,12 @@ def test_refusals() -> None:
         eight_gaussians().score(torch.zeros(3, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="sigma must be positive"):
         eight_gaussians().score(x, torch.zeros(3))
+
+
+def test_points_have_a_score_with_noise_only() -> None:
+    points = GaussianMixture(torch.eye(2, dtype=torch.float64), 0.0)
+    x = torch.zeros(3, 2, dtype=torch.float64)
+    torch.testing.assert_close(points.score(x, torch.ones(3).double()), torch.full_like(x, 0.5))
+    for call in (points.score, points.log_prob):
+        with pytest.raises(ValueError, match=r"std = 0 has no density without noise; pass sigma"):
+            call(x)

@@ -153,6 +153,15 @@ def test_channels_last_images() -> None:
     torch.testing.assert_close(found @ x, cf.jacobian(net, x, sigma)[1] @ x, **TIGHT)
 
 
+def test_expanded_points() -> None:
+    """Many copies of one point that share its memory."""
+    net, x = randomised(MLP(4)), randn(1, 4)
+    expected = cf.qc_loss(net, x.repeat(3, 1), weight=1.0, generator=rng())
+    for form in ("double", "dual"):
+        found = cf.qc_loss(net, x.expand(3, 4), weight=1.0, form=form, generator=rng())
+        torch.testing.assert_close(found, expected, **TIGHT)
+
+
 def test_gradients_flow_to_parameters_and_to_x_only_where_it_asks() -> None:
     net, x = randomised(MLP(4)), randn(3, 4)
     sigma = torch.linspace(0.5, 1.5, 3, dtype=torch.float64)

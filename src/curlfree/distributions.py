@@ -190,6 +190,8 @@ class GaussianMixture(Distribution):
         variance = self.std.to(x.device).square().expand(len(x), -1)
         if sigma is not None:
             variance = variance + sigma.square()[:, None]
+        elif bool((self.std == 0).any()):
+            raise ValueError("GaussianMixture with std = 0 has no density without noise; pass sigma")
         log_norm = 0.5 * offset.shape[-1] * torch.log(2 * math.pi * variance)
         log_k = self.weights.to(x.device).log() - log_norm - 0.5 * offset.square().sum(-1) / variance
         return log_k, offset, variance

@@ -60,6 +60,11 @@ def _check_independent(field: Field, x: Tensor, sigma: Tensor | None, condition:
             only = torch.zeros_like(x)
             only[sample] = gaussian(x[sample], torch.Generator().manual_seed(0))
             others = (J.T @ only).clone()
+            if not bool(torch.isfinite(others).all()):
+                raise ValueError(
+                    "the field's derivative must be finite, got NaN or inf: look for square roots, norms or "
+                    "divisions at 0"
+                )
             others[sample] = 0
             if bool((others != 0).any()):
                 raise ValueError(

@@ -176,7 +176,10 @@ class ScoreNormEnergy(nn.Module):
 
 
 class InnerProductEnergy(nn.Module):
-    """``E = -<x, f>/(2 sigma)``: the energy of a field that is homogeneous of degree one, for any f."""
+    """``E = -<x, f>/(2 sigma)``.
+
+    Its score is f/sigma where f is a gradient and homogeneous of degree one (Euler), a gradient for any f.
+    """
 
     def __init__(self, f: Network) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ which halves the effective lambda; here it is kept everywhere.)
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +108,8 @@ def total_loss(
     weighting: Weighting = sigma2,
     qc_weighting: Weighting | None = None,
     estimator: str = "skew",
-    form: Form = "double",
-    fraction: float = 1.0,
+    form: Form = "auto",
+    fraction: float | Literal["auto"] = 1.0,
     probes: int = 1,
     probe: Probe = rademacher,
     generator: torch.Generator | None = None,
@@ -126,8 +126,8 @@ def total_loss(
         weighting: the level's weight in both terms.
         qc_weighting: the level's weight in the penalty, if another.
         estimator: as in `qc_loss`, like all that follow.
-        form: "double" or "dual".
-        fraction: the part of the batch that the penalty is evaluated on.
+        form: "auto", "double" or "dual".
+        fraction: the part of the batch that the penalty is evaluated on, or "auto".
         probes: how many estimates are averaged.
         probe: the distribution of the probes.
         generator: the source of the subset and the probes.

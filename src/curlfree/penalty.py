@@ -20,14 +20,14 @@ one); the scalar returned here has the estimate's value and the surrogate's grad
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
-from curlfree.checks import can_look, check_batch, check_value
+from curlfree.checks import can_look, check_batch, check_finite, check_value
 from curlfree.estimators import Probe, asymmetry, check_estimator, rademacher
 from curlfree.mended import FORWARD_MODE, Mended
 from curlfree.operators import (
@@ -167,7 +167,7 @@ def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
     """The weights of the samples, shape (B,).
 
     Raises:
-        ValueError: neither a number nor one number per sample.
+        ValueError: neither a number nor one number per sample, or (found on the CPU) not finite.
     """
     if not isinstance(weight, Tensor):
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -176,6 +176,7 @@ def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
         raise ValueError(
             f"weight must be a number or one per sample, shape ({x.shape[0]},), got {tuple(weight.shape)}"
         )
+    check_finite("weight", weight)
     return weight.to(x.device).expand(x.shape[0])
 
 
@@ -222,7 +223,7 @@ def dual(
     """
     with torch.inference_mode(False), torch.enable_grad():
         condition, replay = same_choices(field, x, condition)
-        point = differentiable_point(x.detach())
+        point = differentiable_point(x.detach().clone())  # forward mode refuses expanded tensors
         v, sigma = outside_inference(v), outside_inference(sigma)
         with frozen(field), torch.autocast(x.device.type, enabled=False):
             value, Jv, JTv = products(field, point, sigma, v, condition)
@@ -329,7 +330,7 @@ def algorithm1(
     v: Tensor,
     *,
     weight: float | Tensor = 1.0,
-    **condition: Any,
+    condition: Condition | None = None,
 ) -> Tensor:
     """The paper's Algorithm 1 to the letter: two backward stages, gradients left in the parameters' `.grad`.
 
@@ -340,7 +341,7 @@ def algorithm1(
         The detached loss, the mean over the batch of weight times ``v^T J J^T v - v^T J J v``.
     """
     x = x.detach().requires_grad_()
-    s = field(x, sigma, **condition)
+    s = field(x, sigma, **(condition or {}))
     (vJ,) = torch.autograd.grad(inner(v, s).sum(), x, create_graph=True)  # (1)
     vJ_sg = vJ.detach().requires_grad_()
     (vJJ,) = torch.autograd.grad(inner(vJ_sg, s).sum(), x, create_graph=True)  # (2)
