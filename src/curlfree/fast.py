@@ -74,9 +74,11 @@ def prepare(field: nn.Module, *, backend: str = "inductor") -> None:
             f"{type(field).__name__} without; use torch.compile for other networks"
         )
     import torch._dynamo
+    import torch._functorch.config
 
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(torch._dynamo.config, limit, max(GRAPHS, getattr(torch._dynamo.config, limit)))
+    torch._functorch.config.donated_buffer = False  # an operator's products use one graph again and again
     for p in field.parameters():
         if p.ndim == 4:
             p.data = p.data.contiguous(memory_format=torch.channels_last)

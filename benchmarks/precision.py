@@ -1,0 +1,150 @@
+"""In which precision may the penalty run? Its gradient against float32's, level by level.
+
+For each noise level the gradient of the penalty over the same samples, noise, probes and dropout masks is
+computed in several ways and compared with the one entirely in float32 (no TF32), by cosine and relative
+error:
+
+    tf32            both passes in TF32
+    q fp32          q = (J - J^T) v in float32, the parameter pass in bfloat16 autocast
+    q tf32          q in TF32, the parameter pass in bfloat16 autocast: what training does on a GPU
+    bf16            both passes in bfloat16 autocast
+    bf16 compiled   as `q tf32`, with the compiled regions of training
+
+    python benchmarks/precision.py --checkpoint model.safetensors --preset ncsnpp-small \
+        --data cifar10.packed --out benchmarks/records/precision --page docs/benchmarks/precision.md
+
+On a CPU there is no TF32: the arms that differ by it alone coincide there.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from measure import RecordFile, header, load_record, open_device, release, say, write_page
+from subjects import load_images, load_network
+from torch import Tensor
+
+import curlfree as cf
+from curlfree.estimators import rademacher
+from curlfree.fast import prepare
+from curlfree.nets.ncsnpp import PRESETS, NCSNpp
+from curlfree.operators import frozen, inner
+from curlfree.penalty import directional, products
+
+PROCESS = cf.VE(0.01, 50.0)
+ARMS = ("tf32", "q fp32", "q tf32", "bf16", "bf16 compiled")
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Allow TF32 or not."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def gradient(
+    net: NCSNpp, x: Tensor, sigma: Tensor, v: Tensor, masks: tuple[Tensor, ...], arm: str
+) -> tuple[Tensor, Tensor]:
+    """q, and the gradient of the mean of 1/2 ||q||^2, as one vector each."""
+    device = x.device.type
+    condition = {"masks": masks}
+    half = arm not in ("fp32", "tf32")
+    with tf32(arm not in ("fp32", "q fp32")):
+        with frozen(net), torch.autocast(device, torch.bfloat16, enabled=arm == "bf16"):
+            _, Jv, JTv = products(net, x.clone().requires_grad_(), sigma, v, condition)
+        q = Jv - JTv
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            _, (Jv, Jq) = directional(net, x, sigma, (v, q), condition)
+        surrogate = (inner(q, Jv) - inner(v, Jq)).mean()
+        found = torch.autograd.grad(surrogate, list(net.parameters())[1:], allow_unused=True)
+    return q.flatten(), torch.cat([g.flatten() for g in found if g is not None])
+
+
+def compare(a: Tensor, b: Tensor) -> dict[str, float]:
+    a, b = a.double(), b.double()
+    return {"cosine": float(a @ b / (a.norm() * b.norm())), "error": float((a - b).norm() / b.norm())}
+
+
+def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> None:
+    net = load_network(args.preset, args.checkpoint, device).train()
+    compiled = load_network(args.preset, args.checkpoint, device).train()
+    prepare(compiled, backend=args.backend)
+    images = load_images(args.data, net.config, "test", args.samples, device)
+    for level in PROCESS.levels(args.levels).tolist():
+        if f"{level:.6g}" in file.results:
+            continue
+        generator = torch.Generator(device).manual_seed(round(1e6 * level))
+        sigma = torch.full((len(images),), level, device=device)
+        x = images + level * torch.randn(images.shape, generator=generator, device=device)
+        v = rademacher(x, generator)
+        masks = net.draw_masks(len(x), generator)
+        q, reference = gradient(net, x, sigma, v, masks, "fp32")
+        row: dict[str, object] = {"q_norm": float(q.norm()), "gradient_norm": float(reference.norm())}
+        for arm in ARMS:
+            mine = compiled if arm == "bf16 compiled" else net
+            own_q, own = gradient(mine, x, sigma, v, masks, "q tf32" if arm == "bf16 compiled" else arm)
+            row[arm] = {"gradient": compare(own, reference), "q": compare(own_q, q)}
+        file.results[f"{level:.6g}"] = row
+        file.save()
+        release(device)
+        say(f"sigma {level:.4g}: " + ", ".join(f"{arm} {row[arm]['gradient']['cosine']:.5f}" for arm in ARMS))
+
+
+def page(record: dict) -> list[str]:
+    config = record["config"]
+    lines = header("The precision of the penalty's gradient", "precision", record)
+    lines += [
+        f"`{config['preset']}`, {config['network']}, {config['samples']} images of {config['images']} per",
+        "level, dropout on. Against the gradient in float32: cosine (relative error); beside it the relative",
+        "error of q = (J - J^T) v.",
+        "",
+    ]
+    table: Callable[[list[str]], str] = lambda cells: "| " + " | ".join(cells) + " |"  # noqa: E731
+    lines += [table(["sigma", *ARMS]), table(["---"] * (1 + len(ARMS)))]
+    for level, row in record["results"].items():
+        cells = [level]
+        for arm in ARMS:
+            g, q = row[arm]["gradient"], row[arm]["q"]
+            cells.append(f"{g['cosine']:.4f} ({g['error']:.3f}); q {q['error']:.3f}")
+        lines.append(table(cells))
+    least = {a: min(row[a]["gradient"]["cosine"] for row in record["results"].values()) for a in ARMS}
+    lines += ["", "Smallest cosine: " + ", ".join(f"{a} {c:.4f}" for a, c in least.items()) + "."]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="ncsnpp-small", choices=PRESETS)
+    parser.add_argument("--checkpoint", type=Path, help="weights, safetensors; random ones without")
+    parser.add_argument("--data", nargs="*", default=[], help="test images (subjects.py); noise without")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--levels", type=int, default=12)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
+    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
+    parser.add_argument("--only-page", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if not args.only_page:
+        device = open_device(args.device)
+        config = {
+            "preset": args.preset,
+            "network": "trained" if args.checkpoint else "random weights",
+            "images": "the test set" if args.data else "uniform noise",
+            "samples": args.samples,
+            "levels": args.levels,
+        }
+        run(args, RecordFile(args.out, config, device), device)
+    write_page(args.page, page(load_record(args.out)))
+
+
+if __name__ == "__main__":
+    main()
