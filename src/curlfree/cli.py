@@ -94,9 +94,10 @@ def parse(options: type[T], words: Sequence[str], prog: str, *markers: Any) -> T
 
 
 def one_line(complaint: str, prog: str) -> str:
-    """The point of tyro's boxed error message."""
-    text = re.sub(r"[│╭╮╰╯]|^╭.*$", " ", re.sub(r"^╭.*$", "", complaint, flags=re.MULTILINE))
-    point, *more = (" ".join(part.split()) for part in re.split(r"─{4,}", text))
+    """The point of tyro's error message: a box in Unicode, or in ASCII a title, a rule, the text."""
+    lines = complaint.splitlines()
+    body = [line.strip(" │") for line in lines[1 if complaint.startswith("╭") else 2 :]]
+    point, *more = (" ".join(part.split()) for part in re.split(r"(?:─|-){4,}", " ".join(body)))
     meant = re.search(r"Perhaps you meant: (--\S+)", " ".join(more))
     hint = f"; perhaps {meant[1]}" if meant else ""
     return f"{point}{hint}; see `curlfree {prog} --help`"

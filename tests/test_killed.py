@@ -1,0 +1,140 @@
+"""Runs that are killed: they go on, and end with the same bits."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from curlfree import checkpoint as ckpt
+from curlfree.config import RunConfig, save_config
+from curlfree.train import train
+from training import QC, TOY, images, pack, with_train
+
+PATIENCE = 240.0
+
+
+def newest_step(run: Path) -> int:
+    return max((ckpt.step_of(path) for path in ckpt.checkpoints(run)), default=0)
+
+
+def wait_until(condition, process) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, "the process ended too early"
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+class Forked(multiprocessing.get_context("fork").Process):
+    """A run in a forked process, which spares importing torch again."""
+
+    def __init__(self, config: RunConfig, out: Path) -> None:
+        super().__init__(target=train, args=(config, out), kwargs={"device": "cpu"})
+        self.start()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    a, b = (ckpt.load(ckpt.checkpoints(run)[-1]) for run in (one, other))
+    assert a.state == b.state
+    for left, right in ((a.model, b.model), (a.ema, b.ema), (a.optimizer, b.optimizer)):
+        assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def killed_at_random(config: RunConfig, out: Path, kills: int, rng: random.Random) -> None:
+    """Run until the end, killed that many times, each time at a random moment after a random step."""
+    last = config.train.steps
+    for target in sorted(rng.randint(0, int(0.8 * last)) for _ in range(kills)):
+        run = Forked(config, out)
+        wait_until(lambda target=target: newest_step(out) >= target, run)
+        time.sleep(rng.uniform(0, 0.04))
+        run.kill()
+        run.join()
+        assert run.exitcode == -signal.SIGKILL
+    run = Forked(config, out)
+    run.join(PATIENCE)
+    assert run.exitcode == 0
+
+
+def test_killed_at_20_random_moments_a_run_ends_with_the_same_bits(tmp_path):
+    toy = replace(TOY, objective=replace(QC, every=2))
+    config = with_train(toy, steps=100, checkpoint_every=2, log_every=5, validation_samples=0)
+    train(config, tmp_path / "whole", device="cpu")
+    killed_at_random(config, tmp_path / "killed", 20, random.Random(1))
+    assert_same_end(tmp_path / "whole", tmp_path / "killed")
+    whole, killed = ((tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "killed"))
+    assert [line.split(",")[0] for line in whole] == [line.split(",")[0] for line in killed]
+
+
+@pytest.mark.slow
+def test_killed_at_20_random_moments_an_image_run_with_dropout_ends_with_the_same_bits(tmp_path):
+    config = with_train(
+        images(pack(tmp_path), dropout=0.3), steps=60, checkpoint_every=2, validation_samples=0, accumulate=2
+    )
+    train(config, tmp_path / "whole", device="cpu")
+    killed_at_random(config, tmp_path / "killed", 20, random.Random(2))
+    assert_same_end(tmp_path / "whole", tmp_path / "killed")
+
+
+def command(config: RunConfig, folder: Path) -> list[str]:
+    save_config(config, folder / "wanted.json")
+    return [
+        "-m",
+        "curlfree",
+        "train",
+        str(folder / "wanted.json"),
+        "--out",
+        str(folder / "run"),
+        "--device=cpu",
+    ]
+
+
+def test_sigterm_exits_0_and_says_how_to_continue(tmp_path):
+    config = with_train(TOY, steps=10**6, checkpoint_every=5, validation_samples=0)
+    process = subprocess.Popen(
+        [sys.executable, *command(config, tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5, process)
+    process.terminate()
+    said, _ = process.communicate(timeout=PATIENCE)
+    step = newest_step(tmp_path / "run")
+    run = tmp_path / "run"
+    assert process.returncode == 0
+    assert said == f"stopped at step {step}; continue with: curlfree train {run}/config.json --out {run}\n"
+
+
+@pytest.mark.slow
+def test_a_worker_killed_under_torchrun_is_restarted_and_the_run_finishes(tmp_path):
+    """Two workers end, up to rounding, where one process does."""
+    toy = with_train(replace(TOY, objective=QC), precision="float64", validation_samples=0)
+    config = with_train(toy, steps=400, checkpoint_every=10)
+    train(config, tmp_path / "alone", device="cpu")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    agent = subprocess.Popen([sys.executable, *launcher, *command(config, tmp_path)])
+    run = tmp_path / "run"
+    for rank, target in ((1, 20), (0, 100)):
+        wait_until(lambda target=target: newest_step(run) >= target, agent)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        workers = [
+            int(pid)
+            for pid in children
+            if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text()
+        ]
+        os.kill(workers[0], signal.SIGKILL)
+    assert agent.wait(PATIENCE) == 0
+    a, b = (ckpt.load(ckpt.path_of(folder, 400)) for folder in (tmp_path / "alone", run))
+    for name, tensor in a.ema.items():
+        torch.testing.assert_close(b.ema[name], tensor, rtol=1e-6, atol=1e-8)
