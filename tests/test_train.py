@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from curlfree.runlog import RunLog, cut_back
 from curlfree.runs import load_run
 from curlfree.step import draw, penalised_rows
 from curlfree.train import train
-from curlfree.workers import Workers
+from curlfree.workers import Workers, fresh_store
 from training import QC, TOY, gradients, images, pack, shared_cases, with_train
 
 ALONE = Workers(0, 1, torch.device("cpu"))
@@ -143,6 +144,23 @@ def test_two_gloo_processes_have_the_gradients_of_one(tmp_path, packed):
         shared, alone = load_file(tmp_path / f"{name}.safetensors"), gradients(config, ALONE)
         assert shared.keys() == alone.keys()
         assert relative(shared, alone) < (1e-12 if "64" in name else 1e-5), name
+
+
+def test_restarted_workers_find_each_other_whatever_the_dead_left_behind(monkeypatch):
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for attempt in range(3):
+        server.set("hello 1", "of one that was killed")
+        with ThreadPoolExecutor(3) as pool:
+            stores = list(pool.map(lambda rank: fresh_store(rank, 3), range(3)))
+        stores[0].set("rank 0", f"attempt {attempt}")
+        assert {store.get("rank 0").decode() for store in stores} == {f"attempt {attempt}"}
+        assert not server.check(["rank 0"])
 
 
 @pytest.mark.parametrize(("batch", "fraction"), [(12, 0.5), (10, 0.3), (7, 1.0), (128, 1 / 32), (5, 0.01)])

@@ -1,13 +1,18 @@
 """The processes of a training run: one, or those that torchrun started on one machine or many."""
 
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PATIENCE = timedelta(minutes=10)  # with workers that do not appear
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,45 @@ def join(device: str = "auto") -> Iterator[Workers]:
     if world == 1:
         yield Workers(0, 1, place)
         return
-    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=fresh_store(rank, world), rank=rank, world_size=world
+    )
     try:
-        yield Workers(dist.get_rank(), world, place)
+        yield Workers(rank, world, place)
     finally:
         dist.destroy_process_group()
+
+
+def fresh_store(rank: int, world: int) -> dist.Store:
+    """The store through which the workers find each other, free of what an earlier attempt left in it.
+
+    When torchrun restarts workers it gives them the store of the attempt before, whose entries (addresses,
+    NCCL's unique id) lead to processes that are dead; `TORCHELASTIC_RESTART_COUNT` could tell attempts apart,
+    but machines count differently (https://github.com/pytorch/pytorch/issues/135712). So the workers agree on
+    a random prefix: each says hello with a number that nobody used before, rank 0 answers to that number with
+    the prefix, until all have confirmed it. What the dead left is answered, too, and never confirmed.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        address, port, world, is_master=rank == 0 and not shared, timeout=PATIENCE, wait_for_workers=False
+    )
+    mine = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello {rank}", mine)
+        prefix = store.get(f"answer {mine}").decode()
+        store.set(f"{prefix} {rank}", "here")
+        return dist.PrefixStore(prefix, store)
+    missing = set(range(1, world))
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"hello {other}"]):
+                store.set(f"answer {store.get(f'hello {other}').decode()}", mine)
+            if store.check([f"{mine} {other}"]):
+                missing.remove(other)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"workers {sorted(missing)} of {world} did not appear; start all of them")
+        time.sleep(0.01)
+    return dist.PrefixStore(mine, store)
