@@ -179,9 +179,9 @@ def test_the_figure_shows_the_table() -> None:
 
 
 def test_levels_may_be_given() -> None:
-    levels = torch.tensor([0.5, 2.0, 1.0])
-    table = cf.audit(FIELD, X0, cf.VE(), levels=levels, generator=rng())
-    assert table.column("sigma") == [2.0, 1.0, 0.5]
+    for levels in (torch.tensor([0.5, 2.0, 1.0]), [0.5, 2.0, 1.0]):
+        table = cf.audit(FIELD, X0, cf.VE(), levels=levels, generator=rng())
+        assert table.column("sigma") == [2.0, 1.0, 0.5]
 
 
 def test_images_batches_and_conditions_go_together() -> None:
@@ -248,6 +248,8 @@ def test_the_rotation_density_has_the_sign_of_equation_8() -> None:
         ({"nodes": 7}, ValueError, "nodes must be an even number of at least 6, got 7"),
         ({"nodes": 4}, ValueError, "nodes must be an even number of at least 6, got 4"),
         ({"images": 1}, ValueError, "at least two images, got 1"),
+        ({"images": -1}, ValueError, "at least two images, got 0"),
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
         ({"x0": X0[:1]}, ValueError, "at least two images, got 1"),
         ({"x0": X0.long()}, TypeError, r"x must be floating point, got torch\.int64"),
         ({"estimator": "loop"}, ValueError, "audit linearises the field once per level; use 'pair'"),

@@ -104,5 +104,6 @@ def _check_evaluated(field: Field, x: Tensor, sigma: Tensor | None, condition: C
     if not bool((forward - backward).abs().le(1e3 * precision.eps * scale + underflow).all()):
         raise ValueError(
             "the field's two Jacobian products disagree, <u, J v> != <J^T u, v>: expected consistent first "
-            "and second derivatives; check custom autograd functions inside the field"
+            "and second derivatives; check custom autograd functions inside the field, and that no sample "
+            "depends on another"
         )

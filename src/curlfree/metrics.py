@@ -17,7 +17,7 @@ of a ratio R = sum a / sum b is the delta method's, ``sqrt(sum (a - R b)^2) / su
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def audit(
     x0: Tensor,
     process: Process,
     *,
-    levels: int | Tensor = 20,
+    levels: int | Tensor | Sequence[float] = 20,
     probes: int = 1,
     images: int | None = None,
     nodes: int = 8,
@@ -149,11 +149,17 @@ def audit(
         raise ValueError("audit linearises the field once per level; use 'pair', which 'loop' approximates")
     if nodes < 6 or nodes % 2:
         raise ValueError(f"nodes must be an even number of at least 6, got {nodes}")
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
     rows = x0.shape[0]
-    x0 = x0[:images]
+    x0 = x0 if images is None else x0[: max(images, 0)]
     if x0.shape[0] < 2:
         raise ValueError(f"a standard error needs at least two images, got {x0.shape[0]}")
-    sigmas = process.levels(levels) if isinstance(levels, int) else levels.sort(descending=True).values
+    sigmas = (
+        process.levels(levels)
+        if isinstance(levels, int)
+        else torch.as_tensor(levels, dtype=torch.float64).sort(descending=True).values
+    )
     if len(sigmas) == 0:
         raise ValueError("audit needs at least one noise level, got none")
     few = torch.arange(2, device=x0.device)
