@@ -1,9 +1,9 @@
 """U, C and QC on the two-dimensional sets of Sec. 3.2: Table 1, as printed and as it should be measured.
 
-What is trained is in `toy2d_train`, how it is measured in `toy2d_eval`, tables and figures in `toy2d_page` and
-`toy2d_figures`. This module puts them together: for every set and arm it trains all seeds at once, measures
-each, and keeps both in the folder ``arms``, from where an interrupted run, or one in the other mode, takes
-what is there. A kept file is used only if it was made from the same constants.
+What is trained is in `toy2d_train`, how it is measured in `toy2d_eval`, tables and figures in `toy2d_page`
+and `toy2d_figures`. This module puts them together: for every set and arm it trains all seeds at once,
+measures each, and keeps both in the folder ``arms``, from where an interrupted run, or one in the other mode,
+takes what is there. A kept file is used only if it was made from the same constants.
 
 In paper mode the paper's three arms are measured by the authors' program's rules. Corrected mode does that,
 too, and measures these models (with averaged weights) and ours by the exact score, density and data.
@@ -105,7 +105,7 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
     """Train and measure the arms of a mode on its sets.
 
     Args:
-        mode: "paper" (the paper's arms by the rules of its program) or "corrected" (those and ours, by truth).
+        mode: "paper" (its arms by the rules of its program) or "corrected" (those and ours, by truth).
         seeds: how many consecutive seeds; 5 by default, 1 with `quick`.
         quick: three of our arms on one set, few steps and points.
         out: folder for the figures, and for the folder ``arms`` with models and measurements.
@@ -218,7 +218,7 @@ def by_truth(
 
 
 def truth(task: Task, sizes: Sizes, device: torch.device, folder: Path) -> dict[str, Any]:
-    """A set's exact score through the evaluation of the models, its entropy and the mismatch of the priors."""
+    """The exact score through the evaluation of the models, the entropy, the mismatch of the priors."""
     data, narrow = task.problem.data, VE(0.1, 3.0)
     wide = plus_recipe(1, 1).process(data.data_std)
 

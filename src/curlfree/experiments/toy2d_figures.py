@@ -1,4 +1,4 @@
-"""The figures of the two-dimensional experiment: samples, fields, rotation, asymmetry against noise, lambda."""
+"""The figures of the two-dimensional experiment: samples, fields, rotation, curves over noise, lambda."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -92,7 +92,7 @@ def _samples(problem: Problem, key: str, arms: dict[str, nn.Module], processes: 
     def figure(theme: Theme) -> Figure:
         made, axes = _panels(1 + len(points), 2.6, 2.7)
         for ax, (name, x) in zip(axes, {"data": truth, **points}.items(), strict=False):
-            figures.samples(ax, theme, x, extent=problem.extent, bins=BINS)
+            figures.samples(ax, theme, x.numpy(), extent=problem.extent, bins=BINS)
             ax.set_title(name)
         return made
 
@@ -117,8 +117,9 @@ def _fields(problem: Problem, key: str, arms: dict[str, nn.Module], processes: A
         made, axes = _panels(len(arms), 2.9, 3.0)
         for ax, name in zip(axes, arms, strict=False):
             length = arrows[name].norm(dim=1, keepdim=True)
-            figures.vector_field(ax, theme, grid, arrows[name] / length.clamp(min=1e-9) * length.log1p())
-            figures.trajectories(ax, theme, paths[name], color=1, markers=False)
+            shown = arrows[name] / length.clamp(min=1e-9) * length.log1p()
+            figures.vector_field(ax, theme, grid.numpy(), shown.numpy())
+            figures.trajectories(ax, theme, paths[name].numpy(), color=1, markers=False)
             figures.plane(ax, problem.extent, name)
         return made
 
@@ -126,8 +127,8 @@ def _fields(problem: Problem, key: str, arms: dict[str, nn.Module], processes: A
     return Plot(
         f"fields_{key}",
         f"{problem.title}: field and trajectories",
-        f"The field at σ = {FIELD_LEVEL:g} and {PATHS} trajectories of the probability flow from the prior to "
-        "σ = 0.1 (rings: where they enter from noise 3).",
+        f"The field at σ = {FIELD_LEVEL:g} and {PATHS} trajectories of the probability flow from σ = 3 "
+        "(rings) to 0.1.",
         f"Arrows: lengths log(1 + |s|), scaled by the longest. Trajectories: Euler, {PATH_STEPS} steps.",
     )
 
@@ -159,7 +160,8 @@ def _rotation(problem: Problem, key: str, arms: dict[str, nn.Module], processes:
     def figure(theme: Theme) -> Figure:
         made, axes = _panels(len(arms), 3.1, 2.8)
         for ax, name in zip(axes, arms, strict=False):
-            figures.rotation_density(ax, theme, axis, axis, maps[name].clamp(-limit, limit), limit=limit)
+            shown = maps[name].clamp(-limit, limit).numpy()
+            figures.rotation_density(ax, theme, axis.numpy(), axis.numpy(), shown, limit=limit)
             figures.plane(ax, problem.extent, name)
         return made
 
@@ -191,9 +193,8 @@ def _curves(values: dict[str, Any], out: Path, quantity: str, name: str, title: 
             for arm in (n for n in SHOWN if n in arms and not (quantity == "asym" and n.startswith("C"))):
                 means, low, high = band(arms[arm], quantity)
                 levels = arms[arm][0]["levels"]
-                figures.curve(
-                    ax, theme, levels, means, color=SHOWN.index(arm), label=arm, band=(low, high), marker="o", ms=3
-                )  # fmt: skip
+                color = SHOWN.index(arm)
+                figures.curve(ax, theme, levels, means, color=color, label=arm, band=(low, high), marker=".")
             ax.set(xscale="log", yscale="log", xlabel="σ", ylabel=label, title=PROBLEMS[key].title)
             ax.grid()
         axes[0].legend(fontsize=7)

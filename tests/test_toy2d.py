@@ -1,0 +1,301 @@
+"""Seeds trained side by side, and the two evaluations of the two-dimensional experiment."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import curlfree as cf
+from curlfree.experiments import reproduce, toy2d, toy2d_page
+from curlfree.experiments.toy2d_eval import Sizes, corrected, kernel_score, prior_mismatch, published
+from curlfree.experiments.toy2d_figures import lambda_sweep
+from curlfree.experiments.toy2d_train import (
+    CHUNK,
+    PAPER_ARMS,
+    PLUS_ARMS,
+    PROBLEMS,
+    Arm,
+    Recipe,
+    clean_points,
+    draws,
+    paper_recipe,
+    plus_recipe,
+    step_loss,
+    train,
+    training_set,
+)
+from curlfree.nets.mlp import FilmMLP, FilmMLPConfig, PaperMLP, PaperMLPConfig
+from curlfree.nets.stacked import Stacked, clip_gradients, select
+from curlfree.seeds import stream
+
+CPU = torch.device("cpu")
+PROBLEM = PROBLEMS["checkerboard"]
+
+
+def small(arm: str, steps: int = 50) -> tuple[Arm, Recipe]:
+    """An arm with few points per step; in the paper's recipe, of few passes through few points."""
+    if arm in PAPER_ARMS:
+        return PAPER_ARMS[arm], replace(paper_recipe(steps), batch=32, points=500)
+    return PLUS_ARMS[arm], plus_recipe(steps, 32)
+
+
+@pytest.mark.parametrize(
+    ("arm", "dtype", "tolerance"),
+    [
+        ("QC", torch.float32, 1e-5),
+        ("C+", torch.float32, 1e-5),
+        ("C", torch.float64, 1e-12),
+        ("QC+ est~", torch.float64, 1e-12),
+    ],
+)
+def test_each_seed_is_its_own_run(arm: str, dtype: torch.dtype, tolerance: float) -> None:
+    made, recipe = small(arm)
+    together = train(made, recipe, PROBLEM, [3, 0, 8], dtype=dtype)
+    alone = train(made, recipe, PROBLEM, [8], dtype=dtype)
+    for ours, theirs in zip(select(together.field, 2).parameters(), alone.field.parameters(), strict=True):
+        assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+    for name, average in alone.average.items():
+        torch.testing.assert_close(together.average[name][2:], average, rtol=0, atol=tolerance)
+    first = next(iter(together.field.parameters()))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_stacked_networks_answer_as_they_do_alone() -> None:
+    networks = [PaperMLP(PaperMLPConfig(), stream(seed)).double() for seed in range(3)]
+    stacked = Stacked(networks)
+    g = stream(0, "points")
+    x = torch.randn(12, 2, generator=g, dtype=torch.float64)
+    sigma = torch.rand(12, generator=g, dtype=torch.float64) + 0.1
+    parts = zip(networks, x.chunk(3), sigma.chunk(3), strict=True)
+    torch.testing.assert_close(
+        stacked(x, sigma), torch.cat([f(*at) for f, *at in parts]), rtol=1e-13, atol=1e-13
+    )
+    _, J = cf.jacobian(cf.PaperField(stacked), x, sigma)
+    parts = zip(networks, x.chunk(3), sigma.chunk(3), strict=True)
+    dense = torch.cat([cf.jacobian(cf.PaperField(f), *at)[1].dense() for f, *at in parts])
+    torch.testing.assert_close(J.dense(), dense, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(select(stacked, 1)(x[4:8], sigma[4:8]), networks[1](x[4:8], sigma[4:8]))
+    with pytest.raises(ValueError, match="equal parts, got 13"):
+        stacked(x.repeat(2, 1)[:13], sigma.repeat(2)[:13])
+    with pytest.raises(ValueError, match="at least one"):
+        Stacked([])
+
+
+def test_gradients_are_clipped_seed_by_seed() -> None:
+    networks = [FilmMLP(FilmMLPConfig(width=8, blocks=1), stream(seed)) for seed in range(2)]
+    stacked = Stacked(networks)
+    x, level = torch.randn(6, 2, generator=stream(1)), torch.zeros(6)
+    factor = torch.tensor([1e-3, 1e3]).repeat_interleave(3)[:, None]
+    (factor * stacked(x, level)).square().sum().backward()
+    norms = clip_gradients(stacked, 2, 0.5)
+    for i, network in enumerate(networks):
+        rows = slice(3 * i, 3 * i + 3)
+        (factor[rows] * network(x[rows], level[rows])).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        torch.testing.assert_close(norms[i], norm)
+        for stack, parameter in zip(stacked.parameters(), network.parameters(), strict=True):
+            assert stack.grad is not None
+            torch.testing.assert_close(stack.grad[i], parameter.grad)
+    assert norms[0] < 0.5 < norms[1]
+
+
+@pytest.mark.parametrize("arm", ["U", "QC", "QC+"])
+def test_loss_is_the_papers(arm: str) -> None:
+    made, recipe = small(arm)
+    field = made.build(PROBLEM, [0, 1]).double()
+    draw = next(draws(recipe, PROBLEM, [0, 1], CPU))
+    x0, sigma, z, v = (a.double() for a in draw)
+    value = step_loss(field, type(draw)(x0, sigma, z, v), recipe, made, 2)
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(2):
+        rows = slice(32 * i, 32 * (i + 1))
+        one, x, s = select(field, i), (x0 + sigma[:, None] * z)[rows], sigma[rows]
+        weighted = (s[:, None] * one(x, s) + z[rows]).square().sum(1)
+        expected = expected + (weighted.mean() if arm in PAPER_ARMS else weighted.mean() / 2)
+        if made.lmbda:
+            n = 32 if arm in PAPER_ARMS else 8
+            J = cf.jacobian(one, x[:n], s[:n])[1].dense()
+            expected = expected + 0.1 * (s[:n].square() * (J[:, 0, 1] - J[:, 1, 0]).square()).mean()
+    torch.testing.assert_close(value, expected, rtol=1e-11, atol=0)
+
+
+def test_in_the_plane_the_skew_estimator_is_exact() -> None:
+    recipe = plus_recipe(1, 32)
+    draw = next(draws(recipe, PROBLEM, [0], CPU))
+    field = PLUS_ARMS["QC+"].build(PROBLEM, [0])
+    exact, skew = (step_loss(field, draw, recipe, PLUS_ARMS[n], 1) for n in ("QC+", "QC+ skew"))
+    torch.testing.assert_close(skew, exact, rtol=1e-6, atol=0)
+
+
+def test_a_pass_meets_every_training_point_once() -> None:
+    recipe = replace(paper_recipe(150), batch=10, points=100)
+    chunks = list(clean_points(recipe, PROBLEM, 4, CPU))
+    assert [chunk.shape for chunk in chunks] == [(CHUNK, 10, 2)] * 2
+    points = training_set(PROBLEM, 4, 100, CPU).sort(0).values
+    passes = chunks[0].view(-1, 100, 2)
+    for i in range(len(passes)):
+        assert torch.equal(passes[i].sort(0).values, points)
+    assert not torch.equal(passes[0], passes[1])
+    assert not torch.equal(chunks[0], chunks[1])
+
+
+def test_a_seeds_draws_do_not_depend_on_the_others() -> None:
+    recipe = plus_recipe(CHUNK + 2, 4)
+    pairs = zip(draws(recipe, PROBLEM, [5], CPU), draws(recipe, PROBLEM, [1, 5, 2], CPU), strict=True)
+    for alone, together in islice(pairs, CHUNK - 1, CHUNK + 2):
+        for a, b in zip(alone, together, strict=True):
+            assert torch.equal(a, b[4:8])
+
+
+class Truth:
+    """The exact score of a set as a field."""
+
+    def __init__(self, name: str) -> None:
+        self.data = PROBLEMS[name].data
+
+    def __call__(self, x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
+        """The score at x."""
+        return self.data.score(x, sigma)
+
+
+@pytest.mark.parametrize("name", ["8gaussian", "checkerboard"])
+def test_exact_score_is_perfect_by_the_corrected_evaluation(name: str) -> None:
+    problem = PROBLEMS[name]
+    process = plus_recipe(1, 1).process(problem.data.data_std)
+    found = corrected(Truth(name), problem, process, 0, Sizes(200, 1000, 300), CPU)
+    assert found["score_error"] == 0
+    assert found["asym"] < 1e-9
+    assert abs(found["nll_gap"]) < 4 * found["nll_gap_se"] + 2e-3  # the prior's mismatch and the tolerance
+    assert abs(found["nll"] - problem.data.entropy(0.1)) < 4 * found["nll_se"] + 2e-3
+    assert min(found["precision"], found["recall"]) > 0.85
+    assert len(found["lists"]["asym"]) == len(found["levels"]) == 13
+
+
+def test_corrected_evaluation_sees_a_known_error() -> None:
+    """The score plus the rotation c (-x2, x1) has error c^2 |x|^2/2 and Asym 4c^2."""
+    c, problem = 0.3, PROBLEMS["8gaussian"]
+    truth, turn = Truth("8gaussian"), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+
+    def field(x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
+        return truth(x, sigma) + c * x @ turn
+
+    process = paper_recipe(1).process(problem.data.data_std)
+    found = corrected(field, problem, process, 0, Sizes(4000, 100, 100), CPU)
+    assert len(found["levels"]) == 11
+    assert found["asym"] == pytest.approx(4 * c**2, rel=1e-5)
+    levels = torch.tensor(found["levels"], dtype=torch.float64)
+    expected = c**2 * (levels.square() + problem.data.data_std**2)  # half the mean of |x|^2 is its variance
+    assert found["score_error"] == pytest.approx(float(expected.mean()), rel=0.02)
+
+
+def test_published_oracle_is_blurred_twice_and_asked_elsewhere() -> None:
+    """A perfect model gets an error of 0.009 (8-Gaussian), one that errs as the oracle does gets 0."""
+    problem, truth = PROBLEMS["8gaussian"], Truth("8gaussian")
+    sizes = Sizes(5000, 20, 50)
+    assert published(truth, problem, 0, sizes, CPU)["score_error"] == pytest.approx(0.009, abs=0.002)
+
+    def mistaken(x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
+        assert sigma is not None
+        n = 10 * torch.log(sigma / 0.1) / math.log(30) - 1
+        return truth(x, math.sqrt(2) * 0.1 * 30 ** (n / 11).clamp(min=0))
+
+    assert published(mistaken, problem, 0, sizes, CPU)["score_error"] < 1e-6
+
+
+def test_kernel_score_is_the_gradient_of_the_density_estimate() -> None:
+    g = stream(0)
+    centres = torch.randn(50, 2, generator=g, dtype=torch.float64)
+    x = torch.randn(7, 2, generator=g, dtype=torch.float64).requires_grad_()
+    density = torch.exp(-(x[:, None] - centres).square().sum(2) / (2 * 0.3**2)).mean(1)
+    (gradient,) = torch.autograd.grad(density.log().sum(), x)
+    torch.testing.assert_close(kernel_score(x.detach(), centres, 0.3, rows=3), gradient)
+
+
+def test_prior_mismatch_of_a_gaussian_is_known() -> None:
+    data = cf.GaussianMixture(torch.zeros(1, 2), 2.0)
+    for wide in (0.0, 2.0):
+        ratio = (4 + 9) / (9 + wide**2)
+        assert prior_mismatch(data, cf.VE(0.1, 3.0, data_std=wide)) == pytest.approx(
+            ratio - 1 - math.log(ratio), abs=0.01
+        )
+
+
+def test_what_is_kept_is_used_only_for_the_same_constants(tmp_path: Path) -> None:
+    answers = iter([1.0, 2.0])
+
+    def measure() -> float:
+        return next(answers)
+
+    path = tmp_path / "kept.json"
+    assert [toy2d.kept(path, {"levels": (1, n)}, measure) for n in (2, 2, 3, 3)] == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_models_are_resumed_not_retrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = next(t for t in toy2d.plan("corrected", True) if t.name == "QC+")
+    task = replace(task, recipe=plus_recipe(3, 8))
+    steps: list[int] = []
+    made = toy2d.kept_model(task, 2, CPU, tmp_path, lambda: steps.append(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(toy2d, "train", None)
+        again = toy2d.kept_model(task, 2, CPU, tmp_path, lambda: steps.append(1))
+    assert len(steps) == 6
+    for a, b in zip(made.field.parameters(), again.field.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(made.average[n], again.average[n]) for n in made.average)
+    longer = replace(task, recipe=plus_recipe(4, 8))
+    assert toy2d.kept_model(longer, 2, CPU, tmp_path, lambda: steps.append(1)) is not None
+    assert len(steps) == 10
+
+
+def test_plan_has_every_arm_of_each_mode() -> None:
+    full = toy2d.plan("corrected", False)
+    assert len(full) == 3 * (len(PAPER_ARMS) + len(PLUS_ARMS))
+    assert {t.name for t in toy2d.plan("paper", False)} == set(PAPER_ARMS)
+    assert len({t.stem for t in full}) == len(full)
+    assert {t.key for t in full} == set(toy2d_page.PAPER)
+    assert list(lambda_sweep(PLUS_ARMS).values()) == ["U+", "QC+ 0.01", "QC+ 0.03", "QC+", "QC+ 0.3", "QC+ 1"]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo with next to no steps and points."""
+    monkeypatch.setattr(toy2d, "DEMO_STEPS", 2)
+    monkeypatch.setattr(toy2d, "DEMO_BATCH", 16)
+    monkeypatch.setattr(toy2d, "DEMO_SIZES", Sizes(20, 10, 20))
+    monkeypatch.setattr("curlfree.experiments.toy2d_figures.SAMPLES", 50)
+    monkeypatch.setattr("curlfree.experiments.toy2d_figures.PATH_STEPS", 5)
+    monkeypatch.setattr("curlfree.experiments.toy2d_figures.FINE_GRID", 9)
+
+
+@pytest.mark.parametrize("mode", ["corrected", "paper"])
+@pytest.mark.usefixtures("tiny")
+def test_demo_writes_a_record_figures_and_a_report(mode: Any, tmp_path: Path) -> None:
+    record = reproduce("toy2d", out=tmp_path, mode=mode, seeds=2, quick=True)
+    stored = json.loads((tmp_path / "metrics.json").read_text())
+    arms = stored["values"][{"paper": "published"}.get(mode, mode)]["checkerboard"]
+    assert set(arms) == (set(PAPER_ARMS) if mode == "paper" else {"C+", "U+", "QC+"})
+    assert all(len(runs) == 2 for runs in arms.values())
+    assert stored["seeds"] == [0, 1]
+    page = (tmp_path / "report.html").read_text()
+    for plot in record.plots:
+        assert (tmp_path / f"{plot.name}.svg").stat().st_size > 1000
+        assert plot.title in page
+    again = copy.deepcopy(stored["values"])
+    assert (
+        json.loads(json.dumps(reproduce("toy2d", out=tmp_path, mode=mode, seeds=2, quick=True).values))
+        == again
+    )
+
+
+def test_intervals_overlap_or_differ() -> None:
+    runs = [{"nll": 5.0}, {"nll": 5.1}, {"nll": 5.2}]  # 5.1 ± 0.248
+    assert toy2d_page.agrees((5.4, 0.06), runs, "nll")
+    assert not toy2d_page.agrees((5.4, 0.04), runs, "nll")
+    assert toy2d_page.agrees((0.0, 0.0), [{"asym": 1e-12}], "asym")
