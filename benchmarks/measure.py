@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from curlfree.experiments.records import provenance
+from curlfree.provenance import provenance
 
 Step = Callable[[], object]
 

@@ -29,9 +29,9 @@ from torch import Tensor
 import curlfree as cf
 from curlfree import estimators, penalty
 from curlfree.data.packed import open_packed
-from curlfree.experiments.records import provenance
 from curlfree.nets import NCSNpp, NCSNppConfig
 from curlfree.operators import Operator, central_difference, inner, jacobian
+from curlfree.provenance import provenance
 from curlfree.seeds import stream
 
 PROCESS = cf.VE(0.02, 8.0)

@@ -18,8 +18,8 @@ from curlfree.experiments.records import (
     Table,
     mean_cell,
     mean_interval,
-    provenance,
 )
+from curlfree.provenance import provenance
 from curlfree.report import embed, format_cell, write_report
 
 VOID = {"meta", "img", "source", "br", "link", "input", "hr"}

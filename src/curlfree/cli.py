@@ -317,7 +317,7 @@ def audit(words: Sequence[str]) -> None:
     from curlfree.metrics import audit as measure
     from curlfree.pieces import ALONE, write_json
     from curlfree.runs import load_run
-    from curlfree.sample import provenance
+    from curlfree.sample import identity
     from curlfree.seeds import stream
     from curlfree.workers import join
 
@@ -364,7 +364,7 @@ def audit(words: Sequence[str]) -> None:
     with join(options.device) as team:
         run = load_run(options.run, weights=options.weights, step=options.step, device=team.device)
     data = open_data(run, split=options.split, n=options.images, seed=options.seed)
-    model = provenance(run)
+    model = identity(run)
     task = Evaluation(run, EvaluateConfig(seed=options.seed), data, model, ALONE, False)
     x0, condition = task.clean(task.chosen(0, options.images))
     table = measure(

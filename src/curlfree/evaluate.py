@@ -11,7 +11,7 @@ from curlfree.evaluation import EvaluateConfig, Evaluation, Metric, open_data
 from curlfree.measures import METRICS
 from curlfree.pieces import ALONE, write_json
 from curlfree.runs import Run
-from curlfree.sample import provenance
+from curlfree.sample import identity
 from curlfree.workers import Workers
 
 __all__ = ["EvaluateConfig", "evaluate"]
@@ -36,7 +36,7 @@ def evaluate(
         ArithmeticError: the field's value was not finite, or the ODE's step too small.
     """
     data = open_data(run, split=config.split, n=max(config.n, config.audit_n), seed=config.seed)
-    model = provenance(run)
+    model = identity(run)
     task = Evaluation(run, config, data, model, team, progress)
     metrics = _earlier(run, model)
     for name in config.metrics or _applicable(task):

@@ -153,7 +153,7 @@ class Evaluation:
         run: the trained field.
         config: what to measure.
         data: held-out data.
-        model: which weights they are (`curlfree.sample.provenance`).
+        model: which weights they are (`curlfree.sample.identity`).
         team: this process' place.
         progress: show progress bars.
     """

@@ -2,7 +2,8 @@
 
 Only files cross into it: ``metrics.json`` and the figures that it names. Nothing is computed here, so a
 report can be made again anywhere, and the page that it makes needs neither network nor the folder: styles are
-inline and figures are embedded, in a light and a dark version of which the reader's screen picks one.
+inline and figures are embedded, in a light and a dark version of which the reader's screen picks one. The
+page of training runs is put together by `curlfree.run_page`.
 """
 
 import base64
@@ -10,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from curlfree.experiments.records import Cell, Plot, Record
+from curlfree.experiments.records import Cell, Page, Plot, Record
 
 FILE_NAME = "report.html"
 LARGEST_SVG = 400_000
@@ -43,14 +44,29 @@ def write_report(folder: Path) -> Path:
     Raises:
         ValueError: the record or a figure that it names is missing.
     """
-    page = render(Record.load(folder), folder)
-    path = folder / FILE_NAME
-    path.write_text(page, encoding="utf-8")
+    return write_page(Record.load(folder).page, folder, folder / FILE_NAME)
+
+
+def write_page(page: Page, figures: Path, path: Path) -> Path:
+    """Write a page as HTML.
+
+    Args:
+        page: what it shows.
+        figures: the folder of its figures.
+        path: the file to write.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: a figure is missing.
+    """
+    path.write_text(render(page, figures), encoding="utf-8")
     return path
 
 
-def render(record: Record, folder: Path) -> str:
-    """The page of a record whose figures are in `folder`.
+def render(page: Page, folder: Path) -> str:
+    """A page whose figures are in `folder`, as HTML.
 
     Raises:
         ValueError: a figure is missing.
@@ -62,10 +78,10 @@ def render(record: Record, folder: Path) -> str:
     )
     environment.filters["cell"] = format_cell
     images = [
-        Image(plot, embed(folder, plot.name), embed(folder, f"{plot.name}.dark")) for plot in record.plots
+        Image(plot, embed(folder, plot.name), embed(folder, f"{plot.name}.dark")) for plot in page.plots
     ]
-    config = json.dumps(record.config, indent=1, ensure_ascii=False)
-    return environment.get_template("report.html.j2").render(record=record, images=images, config=config)
+    config = json.dumps(page.config, indent=1, ensure_ascii=False)
+    return environment.get_template("report.html.j2").render(page=page, images=images, config=config)
 
 
 def embed(folder: Path, stem: str) -> str:

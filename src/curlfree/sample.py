@@ -160,7 +160,7 @@ def home(field: nn.Module) -> Tensor:
     return next((t for t in tensors if t.is_floating_point()), torch.empty(0)).new_empty(0)
 
 
-def provenance(run: Run) -> dict[str, Any]:
+def identity(run: Run) -> dict[str, Any]:
     """Which weights a number was computed with."""
     return {
         "step": run.step,
@@ -197,7 +197,7 @@ def sample(
     """
     count = classes(run.config)
     _check_labels(config, count)
-    settings = {**asdict(config), **provenance(run)}
+    settings = {**asdict(config), **identity(run)}
     del settings["n"]
     folder = folder or run.folder / "samples" / f"{config.sampler}-{fingerprint(settings)}"
     starts = range(0, config.n, config.batch)

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from curlfree.distributions import GaussianMixture
-from curlfree.experiments.records import Record, provenance
+from curlfree.experiments.records import Record
+from curlfree.provenance import provenance
 from curlfree.seeds import stream
 
 Weights = dict[str, Tensor]

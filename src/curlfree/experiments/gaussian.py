@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from curlfree.estimators import asymmetry, normalized_asymmetry
-from curlfree.experiments.records import Record, provenance
+from curlfree.experiments.records import Record
 from curlfree.operators import jacobian
+from curlfree.provenance import provenance
 
 EPSILONS = (0.0, 0.5e-3, 0.75e-3, 1e-3, 1.5e-3, 1.75e-3, 2.25e-3)
 STD = 0.1

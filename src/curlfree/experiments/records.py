@@ -2,17 +2,13 @@
 
 A `Record` holds everything that the report shows, so that a report can be made again, or compared, without
 running anything. Numbers are stored as computed; a value that does not exist (a time never reached) is None,
-because JSON has no infinity.
+because JSON has no infinity. A `Page` is what a report shows, of an experiment or of training runs.
 """
 
 import json
 import math
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -83,6 +79,33 @@ class Disagreement:
 
 
 @dataclass(frozen=True)
+class Page:
+    """What a report shows.
+
+    Args:
+        title: the heading.
+        facts: how the page came about, in a line.
+        summary: what came out, a few sentences.
+        tables: the tables.
+        plots: the figures, which lie in a folder.
+        disagreements: where it differs from the paper, and why; None where there is nothing to compare.
+        config: every constant.
+        provenance: software, commit and hardware (`curlfree.provenance`).
+        source: which files hold the numbers.
+    """
+
+    title: str
+    facts: str
+    summary: list[str]
+    tables: list[Table]
+    plots: list[Plot]
+    disagreements: list[Disagreement] | None
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    source: str
+
+
+@dataclass(frozen=True)
 class Record:
     """One run of one experiment.
 
@@ -98,7 +121,7 @@ class Record:
         tables: the tables of the report.
         plots: the figures of the report.
         disagreements: where it differs from the paper, and why.
-        provenance: software, commit and hardware (`provenance`).
+        provenance: software, commit and hardware (`curlfree.provenance`).
     """
 
     experiment: str
@@ -113,6 +136,23 @@ class Record:
     plots: list[Plot] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def page(self) -> Page:
+        """What its report shows."""
+        small = " --quick (a small version: its numbers are not the paper's)" if self.quick else ""
+        seeds = f" · {len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}" if self.seeds else ""
+        return Page(
+            title=self.title,
+            facts=f"curlfree reproduce {self.experiment} --mode {self.mode}{small}{seeds}",
+            summary=self.summary,
+            tables=self.tables,
+            plots=self.plots,
+            disagreements=self.disagreements,
+            config=self.config,
+            provenance=self.provenance,
+            source=f"All numbers of this page, and the raw values behind them, are in {FILE_NAME} beside it.",
+        )
 
     def save(self, folder: Path) -> Path:
         """Write the record as ``metrics.json`` into `folder`, whole or not at all.
@@ -147,60 +187,6 @@ class Record:
             raise ValueError(
                 f"{path} is not the record of an experiment ({error!r}); run it again"
             ) from error
-
-
-def provenance(seconds: float, device: str | None = None) -> dict[str, Any]:
-    """What made a result: versions, commit, hardware and the time it took.
-
-    Args:
-        seconds: wall-clock time of the run.
-        device: name of the accelerator, None for the processor.
-    """
-    packages = ("curlfree", "torch", "numpy", "scipy", "torchdiffeq", "matplotlib")
-    return {
-        "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
-        "hardware": {
-            "device": device or _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "seconds": round(seconds, 2),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the source tree that runs, with "-dirty" if it was changed; None if it is installed."""
-    here = Path(__file__)
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", here.name) is None:
-        return None
-    return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from curlfree.experiments import toy2d_figures, toy2d_page
-from curlfree.experiments.records import Record, provenance
+from curlfree.experiments.records import Record
 from curlfree.experiments.toy2d_eval import LEVELS, Sizes, corrected, prior_mismatch, published, with_weights
 from curlfree.experiments.toy2d_page import EXACT
 from curlfree.experiments.toy2d_train import (
@@ -40,6 +40,7 @@ from curlfree.experiments.toy2d_train import (
 )
 from curlfree.nets.stacked import select
 from curlfree.processes import VE
+from curlfree.provenance import provenance
 
 SEEDS = 5
 STEPS, BATCH = 4000, 1000
