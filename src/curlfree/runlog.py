@@ -2,8 +2,9 @@
 
 Only rank 0 has a log. A line of `log.jsonl` holds the means over the steps since the line before; "levels"
 lists the same by noise level, with the penalised samples' rms asymmetry in nats, ``2 pi sigma^2 ||K||_F``
-(the work around a circle of noise, see `curlfree.loop_work`). When a run is resumed the log is cut back to
-the step of the checkpoint, so that every step is in it once.
+(the work around a circle of noise, see `curlfree.loop_work`). Each start adds a line with its "provenance":
+software, commit and hardware. When a run is resumed the log is cut back to the step of the checkpoint, so
+that every step is in it once.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from curlfree.config import RunConfig, encode
+from curlfree.provenance import provenance
 
 Row = dict[str, Any]
 
@@ -72,10 +74,11 @@ class RunLog:
         out: the run's folder.
         config: of the run.
         step: at which the run starts or goes on.
+        device: name of the accelerator, None for the processor.
     """
 
-    def __init__(self, out: Path, config: RunConfig, step: int) -> None:
-        self.out, self.config, self.first = out, config, step
+    def __init__(self, out: Path, config: RunConfig, step: int, device: str | None = None) -> None:
+        self.out, self.config, self.first, self.device = out, config, step, device
         self.steps: list[StepNumbers] = []
         self._stack = ExitStack()
 
@@ -92,6 +95,8 @@ class RunLog:
         show = _bar if sys.stderr.isatty() else _lines
         self._show = show(self._stack, self.first, self.config.train.steps)
         self._since = time.monotonic()
+        if self.first < self.config.train.steps:
+            self.write({"step": self.first, "provenance": provenance(device=self.device)})
         return self
 
     def __exit__(self, *error: Any) -> None:

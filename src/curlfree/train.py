@@ -71,7 +71,7 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
         first, ema, optimizer = restore(config, out, field, data, workers)
         model, hold = distribute(field, workers)
         call = torch.compile(model) if config.train.compile else model
-        log = stack.enter_context(RunLog(out, config, first)) if workers.leads else None
+        log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
         stop = stack.enter_context(stop_signals())
         parameters = [p for p in field.parameters() if p.requires_grad]
 

@@ -34,6 +34,11 @@ class Workers:
         """Whether this is the one that writes."""
         return self.rank == 0
 
+    @property
+    def name(self) -> str | None:
+        """The name of the accelerator, None for the processor."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+
     def add(self, tensor: Tensor) -> Tensor:
         """The sum of the workers' tensors, in place."""
         if self.world > 1:
