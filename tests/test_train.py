@@ -35,6 +35,10 @@ def packed(tmp_path_factory) -> Path:
 
 
 def log_of(run: Path) -> list[dict]:
+    return [row for row in whole_log(run) if "provenance" not in row]
+
+
+def whole_log(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
@@ -76,6 +80,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, packed, name):
     whole, parts = log_of(tmp_path / "whole"), log_of(tmp_path / "parts")
     assert [row["step"] for row in whole] == [row["step"] for row in parts]
     assert whole[-1] == parts[-1]
+
+
+def test_each_start_is_in_the_log_with_its_provenance(tmp_path):
+    for steps in (2, 4, 4):
+        train(with_train(TOY, steps=steps), tmp_path, device="cpu")
+    starts = [row for row in whole_log(tmp_path) if "provenance" in row]
+    assert [row["step"] for row in starts] == [0, 2]
+    assert all(row["provenance"]["versions"]["torch"] == torch.__version__ for row in starts)
 
 
 def test_training_leaves_the_global_generators_alone(tmp_path, packed):
@@ -355,7 +367,7 @@ def test_the_log_has_the_losses_and_the_asymmetry_by_level(tmp_path):
     config = with_train(replace(TOY, objective=QC), steps=4, log_every=4, batch_size=64, tensorboard=True)
     train(config, tmp_path, device="cpu")
     rows = log_of(tmp_path)
-    steps, held_out = rows[0], rows[1]
+    steps, held_out = rows
     assert steps["step"] == 4 and len(steps["levels"]) == len(held_out["levels"]) == 8
     assert steps["loss"] == pytest.approx(steps["score_matching"] + QC.lmbda * steps["qc"], rel=1e-5)
     assert all(level["asymmetry_nats"] > 0 for level in steps["levels"])
