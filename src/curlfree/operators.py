@@ -100,7 +100,7 @@ class Operator:
 
     def __rmul__(self, c: float | Tensor) -> "Operator":
         """``c * A`` for a number or one number per sample, shape (B,)."""
-        scale = per_sample(torch.as_tensor(c, dtype=self.like.dtype, device=self.like.device), self.like)
+        scale = per_sample(c.to(self.like), self.like) if isinstance(c, Tensor) else c
         return Operator(lambda v: scale * self.mv(v), lambda u: scale * self.rmv(u), self.like)
 
     def rows(self) -> Iterator[Tensor]:

@@ -171,7 +171,7 @@ def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
     """
     if not isinstance(weight, Tensor):
         dtype = torch.promote_types(x.dtype, torch.float32)
-        weight = torch.tensor(float(weight), device=x.device, dtype=dtype)
+        weight = torch.full((), float(weight), device=x.device, dtype=dtype)
     if weight.shape not in ((), x.shape[:1]):
         raise ValueError(
             f"weight must be a number or one per sample, shape ({x.shape[0]},), got {tuple(weight.shape)}"
