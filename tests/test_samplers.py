@@ -17,6 +17,7 @@ from curlfree.ode import (
     _SOLUTION,
     _STAGES,
     rk45,
+    rk45_groups,
     rk45_per_sample,
     rk45_scipy,
     rk45_torchdiffeq,
@@ -249,6 +250,24 @@ def test_per_sample_control_is_scipy_run_on_each_sample_alone() -> None:
         assert int(ours.evaluations[i]) == alone.nfe
     assert len(set(ours.evaluations.tolist())) > 1
     assert ours.nfe == int(ours.evaluations.max())
+
+
+def test_each_group_is_solved_as_a_batch_of_its_own() -> None:
+    process, data = VE(0.05, 5.0), eight_gaussians()
+    start = process.prior_sample((12, 2), torch.Generator().manual_seed(3)).double()
+
+    def drift(t: Tensor, y: Tensor) -> Tensor:
+        sigma = process.sigma(t)
+        return -(sigma[:, None] ** 2) * data.score(y, sigma)
+
+    y, evaluations = rk45_groups(3)(drift, start, 1.0, 0.1, 1e-6, 1e-8)
+    for i in range(3):
+        alone, count = rk45(drift, start[4 * i : 4 * i + 4], 1.0, 0.1, 1e-6, 1e-8)
+        torch.testing.assert_close(y[4 * i : 4 * i + 4], alone, rtol=1e-12, atol=1e-12)
+        assert torch.equal(evaluations[4 * i : 4 * i + 4], count)
+    assert len(evaluations.unique()) > 1
+    with pytest.raises(ValueError, match="5 groups need a batch of as many equal parts, got 12"):
+        rk45_groups(5)(drift, start, 1.0, 0.1, 1e-6, 1e-8)
 
 
 def test_per_sample_control_does_not_depend_on_the_batch() -> None:

@@ -1,9 +1,10 @@
 r"""Ordinary differential equations ``dy/dt = drift(t, y)`` by Dormand and Prince's pair of orders 5 and 4.
 
-Four solvers with one signature, `Solver`:
+Solvers with one signature, `Solver`:
 
     rk45_per_sample   every sample has its own step size, so that its result does not depend on the others
     rk45              one step size for the batch, as SciPy and the paper have it: the batch as one sample
+    rk45_groups(n)    one step size for each of n equal parts of the batch, which are then runs of their own
     rk45_torchdiffeq  torchdiffeq's dopri5, one step size for the batch
     rk45_scipy        SciPy on the host, the authors' solver, for parity
 
@@ -96,6 +97,25 @@ def rk45_per_sample(
     return y, evaluations
 
 
+def rk45_groups(groups: int) -> Solver:
+    """The solver with one step size for each of so many equal consecutive parts of the batch."""
+
+    def solve(
+        drift: Drift, y: Tensor, start: float, end: float, rtol: float, atol: float
+    ) -> tuple[Tensor, Tensor]:
+        if len(y) % groups:
+            raise ValueError(f"{groups} groups need a batch of as many equal parts, got {len(y)} samples")
+        size = len(y) // groups
+
+        def joined(t: Tensor, state: Tensor) -> Tensor:
+            return drift(t.repeat_interleave(size), state.view(y.shape)).reshape(groups, -1)
+
+        state, evaluations = rk45_per_sample(joined, y.reshape(groups, -1), start, end, rtol, atol)
+        return state.view(y.shape), evaluations.repeat_interleave(size)
+
+    return solve
+
+
 def rk45(
     drift: Drift, y: Tensor, start: float, end: float, rtol: float, atol: float
 ) -> tuple[Tensor, Tensor]:
@@ -107,12 +127,7 @@ def rk45(
     Raises:
         ArithmeticError: the step became too small to advance the time.
     """
-
-    def joined(t: Tensor, state: Tensor) -> Tensor:
-        return drift(t.expand(len(y)), state.view(y.shape)).reshape(1, -1)
-
-    state, evaluations = rk45_per_sample(joined, y.reshape(1, -1), start, end, rtol, atol)
-    return state.view(y.shape), evaluations.expand(len(y))
+    return rk45_groups(1)(drift, y, start, end, rtol, atol)
 
 
 def rk45_torchdiffeq(
