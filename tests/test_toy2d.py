@@ -169,13 +169,30 @@ class Truth:
 def test_exact_score_is_perfect_by_the_corrected_evaluation(name: str) -> None:
     problem = PROBLEMS[name]
     process = plus_recipe(1, 1).process(problem.data.data_std)
-    found = corrected(Truth(name), problem, process, 0, Sizes(200, 1000, 300), CPU)
+    (found,) = corrected(Truth(name), problem, process, [0], Sizes(200, 1000, 300), CPU)
     assert found["score_error"] == 0
     assert found["asym"] < 1e-9
     assert abs(found["nll_gap"]) < 4 * found["nll_gap_se"] + 2e-3  # the prior's mismatch and the tolerance
     assert abs(found["nll"] - problem.data.entropy(0.1)) < 4 * found["nll_se"] + 2e-3
     assert min(found["precision"], found["recall"]) > 0.85
     assert len(found["lists"]["asym"]) == len(found["levels"]) == 13
+
+
+def test_seeds_measured_together_are_measured_as_alone() -> None:
+    made, recipe = small("QC+", 3)
+    field = made.build(PROBLEM, [0, 4, 7])
+    process, sizes = recipe.process(PROBLEM.data.data_std), Sizes(50, 40, 60)
+    for evaluate in (
+        lambda field, seeds: corrected(field, PROBLEM, process, seeds, sizes, CPU),
+        lambda field, seeds: published(field, PROBLEM, seeds, sizes, CPU),
+    ):
+        together, (alone,) = evaluate(field, [0, 4, 7]), evaluate(select(field, 1), [4])
+        alone.pop("score_error_kernel", None)
+        for name, value in alone.items():
+            if isinstance(value, float | int):
+                assert together[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        assert together[1]["nfe"] == alone["nfe"]
+        assert together[0]["nll"] != together[1]["nll"]
 
 
 def test_corrected_evaluation_sees_a_known_error() -> None:
@@ -187,7 +204,7 @@ def test_corrected_evaluation_sees_a_known_error() -> None:
         return truth(x, sigma) + c * x @ turn
 
     process = paper_recipe(1).process(problem.data.data_std)
-    found = corrected(field, problem, process, 0, Sizes(4000, 100, 100), CPU)
+    (found,) = corrected(field, problem, process, [0], Sizes(4000, 100, 100), CPU)
     assert len(found["levels"]) == 11
     assert found["asym"] == pytest.approx(4 * c**2, rel=1e-5)
     levels = torch.tensor(found["levels"], dtype=torch.float64)
@@ -199,14 +216,14 @@ def test_published_oracle_is_blurred_twice_and_asked_elsewhere() -> None:
     """A perfect model gets an error of 0.009 (8-Gaussian), one that errs as the oracle does gets 0."""
     problem, truth = PROBLEMS["8gaussian"], Truth("8gaussian")
     sizes = Sizes(5000, 20, 50)
-    assert published(truth, problem, 0, sizes, CPU)["score_error"] == pytest.approx(0.009, abs=0.002)
+    assert published(truth, problem, [0], sizes, CPU)[0]["score_error"] == pytest.approx(0.009, abs=0.002)
 
     def mistaken(x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
         assert sigma is not None
         n = 10 * torch.log(sigma / 0.1) / math.log(30) - 1
         return truth(x, math.sqrt(2) * 0.1 * 30 ** (n / 11).clamp(min=0))
 
-    assert published(mistaken, problem, 0, sizes, CPU)["score_error"] < 1e-6
+    assert published(mistaken, problem, [0], sizes, CPU)[0]["score_error"] < 1e-6
 
 
 def test_kernel_score_is_the_gradient_of_the_density_estimate() -> None:

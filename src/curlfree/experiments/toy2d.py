@@ -191,14 +191,10 @@ def by_rules(
     task: Task, field: nn.Module, count: int, sizes: Sizes, device: torch.device, folder: Path
 ) -> list[dict[str, Any]]:
     """Each seed's model measured by the rules of the authors' program."""
-
-    def measure() -> list[dict[str, Any]]:
-        return [
-            published(select(field, i), task.problem, i, sizes, device, kernel=i == 0) for i in range(count)
-        ]
-
     found: list[dict[str, Any]] = kept(
-        folder / f"{task.stem}.paper.json", describe(task, count) | {"sizes": asdict(sizes)}, measure
+        folder / f"{task.stem}.paper.json",
+        describe(task, count) | {"sizes": asdict(sizes)},
+        lambda: published(field, task.problem, range(count), sizes, device),
     )
     return found
 
@@ -207,14 +203,11 @@ def by_truth(
     task: Task, field: nn.Module, count: int, sizes: Sizes, device: torch.device, folder: Path
 ) -> list[dict[str, Any]]:
     """Each seed's model measured by the exact score."""
-
-    def measure() -> list[dict[str, Any]]:
-        return [
-            corrected(select(field, i), task.problem, task.process, i, sizes, device) for i in range(count)
-        ]
-
-    constants = describe(task, count) | {"sizes": asdict(sizes), "all_levels": list(LEVELS)}
-    found: list[dict[str, Any]] = kept(folder / f"{task.stem}.corrected.json", constants, measure)
+    found: list[dict[str, Any]] = kept(
+        folder / f"{task.stem}.corrected.json",
+        describe(task, count) | {"sizes": asdict(sizes), "all_levels": list(LEVELS)},
+        lambda: corrected(field, task.problem, task.process, range(count), sizes, device),
+    )
     return found
 
 
@@ -228,7 +221,7 @@ def truth(task: Task, sizes: Sizes, device: torch.device, folder: Path) -> dict[
 
     def measure() -> dict[str, Any]:
         return {
-            EXACT: [corrected(exact, task.problem, wide, 0, sizes, device)],
+            EXACT: corrected(exact, task.problem, wide, [0], sizes, device),
             "entropy": data.entropy(0.1),
             "entropy_clean": data.entropy(),
             "mismatch_paper": prior_mismatch(data, narrow),

@@ -5,6 +5,9 @@ noise, and its likelihood is that of the data with noise sigma_min, so that the 
 asymmetry 0 and an NLL that is the entropy. The gap to the entropy is paired: the same points through both
 densities.
 
+All seeds of an arm are measured at once: the field is that of S stacked networks, a batch S * B points, the
+first B for the first seed. Draws and RK45's steps are each seed's own, so its values are those it has alone.
+
 `published` repeats the authors' evaluation. Points and oracle are at time n/11, the model is asked at
 (n+1)/10, a noise level larger by 1.40 to 1.86; the oracle is a kernel density estimate with bandwidth sigma
 on points that have noise sigma already, so the score of noise sqrt(2) sigma (its limit for infinitely many
@@ -14,6 +17,7 @@ without noise, RK45 with rtol 1e-3, prior N(0, 9 I). All on weights that are not
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +31,8 @@ from curlfree.likelihood import log_prob
 from curlfree.metrics import mean_estimate, ratio_estimate
 from curlfree.neighbours import precision_recall
 from curlfree.objectives import esm
-from curlfree.operators import Field
+from curlfree.ode import rk45_groups
+from curlfree.operators import Field, inner
 from curlfree.processes import VE, Process
 from curlfree.samplers import Solution, probability_flow
 from curlfree.seeds import stream
@@ -55,46 +60,59 @@ class Sizes:
 
 
 def corrected(
-    field: Field, problem: Problem, process: Process, seed: int, sizes: Sizes, device: torch.device
-) -> dict[str, Any]:
+    field: Field, problem: Problem, process: Process, seeds: Sequence[int], sizes: Sizes, device: torch.device
+) -> list[dict[str, Any]]:
     """Measure a field against the exact score, entropy and data; all draws depend on the seed alone.
 
     Args:
-        field: the score model.
+        field: the score model, of one stacked network per seed.
         problem: the data.
         process: the levels that the model knows, and the prior.
-        seed: names the test points, which are the same for all fields.
+        seeds: name the test points, which are the same for all fields.
         sizes: how many.
         device: where.
 
     Returns:
-        Lists over the levels that the model knows; ``score_error`` with the 1/2 of Eq. 1, and the means over
-        the common levels of all lists; NLL and its paired gap to the exact density; precision and recall;
-        evaluations of the network.
+        For each seed: lists over the levels that the model knows; ``score_error`` with the 1/2 of Eq. 1, and
+        the means over the common levels of all lists; NLL and its paired gap to the exact density; precision
+        and recall; evaluations of the network.
     """
-    data, found = problem.data, list[dict[str, float]]()
+    data, copies = problem.data, len(seeds)
+
+    def points(level: float, n: int, *name: str | int) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [test_points(data, level, n, stream(seed, *name, device=device)) for seed in seeds]
+        x0, x, sigma = (torch.cat(column) for column in zip(*parts, strict=True))
+        return x0, x, sigma
+
+    rows: list[list[dict[str, float]]] = []
     for k, level in enumerate(LEVELS):
         if level <= process.sigma_range[1] * (1 + 1e-6):
-            x0, x, sigma = test_points(data, level, sizes.level, stream(seed, "level", k, device=device))
-            found.append(at_level(field, x, sigma, (x0 - x) / sigma.square()[:, None], data.score(x, sigma)))
-    lists = {name: [row[name] for row in found] for name in found[0]}
-    _, x, sigma = test_points(data, 0.1, sizes.nll, stream(seed, "likelihood", device=device))
-    parts = [log_prob(field, part, process, rtol=TOLERANCE, atol=TOLERANCE) for part in x.split(BATCH)]
-    model = torch.cat([part.value for part in parts])
-    gap = mean_estimate(data.log_prob(x.double(), sigma.double()) - model)
-    drawn = draw_samples(field, process, sizes.samples, seed, device)
-    _, real, _ = test_points(data, 0.1, sizes.samples, stream(seed, "real", device=device))
-    return {
-        "levels": LEVELS[: len(found)],
-        "lists": lists,
-        **{name: sum(values[:COMMON]) / COMMON for name, values in lists.items()},
-        "nll": -float(model.mean()),
-        "nll_se": mean_estimate(model).se,
-        "nll_gap": gap.value,
-        "nll_gap_se": gap.se,
-        "nfe": drawn.nfe,
-        **covered(real, drawn.x),
-    }  # fmt: skip
+            x0, x, sigma = points(level, sizes.level, "level", k)
+            target = (x0 - x) / sigma.square()[:, None]
+            rows.append(at_level(field, x, sigma, target, data.score(x, sigma), copies))
+    _, x, sigma = points(0.1, sizes.nll, "likelihood")
+    model, _ = densities(field, x, process, copies, TOLERANCE, TOLERANCE)
+    gaps = data.log_prob(x.double(), sigma.double()).view(copies, -1) - model
+    drawn = draw_samples(field, process, sizes.samples, seeds, device, TOLERANCE, TOLERANCE)
+    _, real, _ = points(0.1, sizes.samples, "real")
+    found = []
+    for i in range(copies):
+        lists = {name: [row[i][name] for row in rows] for name in rows[0][i]}
+        gap, fake, truth = mean_estimate(gaps[i]), drawn.x.chunk(copies)[i], real.chunk(copies)[i]
+        found.append(
+            {
+                "levels": LEVELS[: len(rows)],
+                "lists": lists,
+                **{name: sum(values[:COMMON]) / COMMON for name, values in lists.items()},
+                "nll": -float(model[i].mean()),
+                "nll_se": mean_estimate(model[i]).se,
+                "nll_gap": gap.value,
+                "nll_gap_se": gap.se,
+                "nfe": int(drawn.evaluations.chunk(copies)[i][0]),
+                **covered(truth, fake),
+            }
+        )
+    return found
 
 
 def test_points(
@@ -107,8 +125,10 @@ def test_points(
 
 
 @torch.no_grad()
-def at_level(field: Field, x: Tensor, sigma: Tensor, target: Tensor, score: Tensor) -> dict[str, float]:
-    """Errors and asymmetry at the points of one noise level.
+def at_level(
+    field: Field, x: Tensor, sigma: Tensor, target: Tensor, score: Tensor, copies: int
+) -> list[dict[str, float]]:
+    """Each seed's errors and asymmetry at the points of one noise level.
 
     Args:
         field: the model.
@@ -116,26 +136,52 @@ def at_level(field: Field, x: Tensor, sigma: Tensor, target: Tensor, score: Tens
         sigma: the level that the model is asked at.
         target: -z/sigma, the target of denoising score matching.
         score: what the score is compared with.
+        copies: the number of seeds.
 
     Returns:
         ``score_error`` 1/2 ||s - score||^2; ``dsm``, the weighted denoising loss; ``asym``; NAsym as the mean
         of ratios and pooled; each a mean over the points.
     """
     asym, norm2 = moments(field, x, sigma, estimator="exact")
-    pooled = ratio_estimate((0.5 * asym).double(), norm2.double())
-    return {
-        "score_error": float(esm(field, x, sigma, score).double().mean()),
-        "dsm": float((sigma.square() * esm(field, x, sigma, target)).double().mean()),
-        "asym": float(asym.double().mean()),
-        "nasym": float(ratio(asym, norm2).double().mean()),
-        "nasym_pooled": pooled.value,
+    means = {
+        "score_error": esm(field, x, sigma, score),
+        "dsm": sigma.square() * esm(field, x, sigma, target),
+        "asym": asym,
+        "nasym": ratio(asym, norm2),
     }
+    columns = {name: each.double().view(copies, -1).mean(1).tolist() for name, each in means.items()}
+    pairs = zip((0.5 * asym).double().chunk(copies), norm2.double().chunk(copies), strict=True)
+    columns["nasym_pooled"] = [ratio_estimate(a, b).value for a, b in pairs]
+    return [{name: column[i] for name, column in columns.items()} for i in range(copies)]
 
 
-def draw_samples(field: Field, process: Process, n: int, seed: int, device: torch.device) -> Solution:
-    """Samples of the probability flow at sigma_min, that is, of data with that noise."""
-    start = process.prior_sample((n, 2), stream(seed, "prior", device=device))
-    return probability_flow(field, start, process, rtol=TOLERANCE, atol=TOLERANCE)
+def densities(
+    field: Field, x: Tensor, process: Process, copies: int, rtol: float, atol: float
+) -> tuple[Tensor, Tensor]:
+    """Log-densities (S, B) and ends (S, B, 2) of the trajectories of x, at most `BATCH` of a seed at once."""
+    parts = [
+        log_prob(field, part.flatten(0, 1), process, solver=rk45_groups(copies), rtol=rtol, atol=atol)
+        for part in x.unflatten(0, (copies, -1)).split(BATCH, dim=1)
+    ]
+    ends = torch.cat([part.x.unflatten(0, (copies, -1)) for part in parts], 1)
+    return torch.cat([part.value.view(copies, -1) for part in parts], 1), ends
+
+
+def draw_samples(
+    field: Field,
+    process: Process,
+    n: int,
+    seeds: Sequence[int],
+    device: torch.device,
+    rtol: float,
+    atol: float,
+    *,
+    denoise: bool = False,
+) -> Solution:
+    """Samples of the probability flow at sigma_min, that is, of data with that noise, n for each seed."""
+    start = torch.cat([process.prior_sample((n, 2), stream(seed, "prior", device=device)) for seed in seeds])
+    solver = rk45_groups(len(seeds))
+    return probability_flow(field, start, process, solver=solver, rtol=rtol, atol=atol, denoise=denoise)
 
 
 def covered(real: Tensor, fake: Tensor) -> dict[str, float]:
@@ -145,66 +191,74 @@ def covered(real: Tensor, fake: Tensor) -> dict[str, float]:
 
 
 def published(
-    field: Field, problem: Problem, seed: int, sizes: Sizes, device: torch.device, *, kernel: bool = False
-) -> dict[str, Any]:
+    field: Field, problem: Problem, seeds: Sequence[int], sizes: Sizes, device: torch.device
+) -> list[dict[str, Any]]:
     """Measure a field as the authors' program does.
 
     Args:
-        field: the score model with the weights of the last step.
+        field: the score model with the weights of the last step, of one stacked network per seed.
         problem: the data.
-        seed: names the training set, which is also the test set.
+        seeds: name the training sets, which are also the test sets.
         sizes: how many points; the likelihood takes five times as many as the corrected one, all 50,000.
         device: where.
-        kernel: also compare with the kernel density estimate itself.
 
     Returns:
-        The cells of Table 1; the same with one of the rules mended, to see what each does: score error and
-        asymmetry with points and oracle at the level that the model is asked at (``..._matched``), score
-        error against the kernel density estimate (``..._kernel``), NLL, precision and recall with a prior of
-        the right variance (``..._prior``).
+        For each seed the cells of Table 1; the same with one of the rules mended, to see what each does:
+        score error and asymmetry with points and oracle at the level that the model is asked at
+        (``..._matched``), for the first seed score error against the kernel density estimate itself
+        (``..._kernel``), NLL, precision and recall with a prior of the right variance (``..._prior``).
     """
-    train = training_set(problem, seed, TRAINING_POINTS, device)
-    rows: list[dict[str, float]] = []
+    copies = len(seeds)
+    sets = torch.stack([training_set(problem, seed, TRAINING_POINTS, device) for seed in seeds])
+    clean = sets[:, : sizes.level].flatten(0, 1)
+    rows, kernel = list[list[dict[str, float]]](), list[float]()
     for n in range(10):
         blur, asked = 0.1 * 30 ** (n / 11), 0.1 * 30 ** ((n + 1) / 10)
-        z = torch.randn(train.shape, generator=stream(seed, "published", n, device=device), device=device)
-        centres, sigma = train + blur * z, train.new_full((sizes.level,), asked)
-        clean, z = train[: sizes.level], z[: sizes.level]
-        oracle = problem.data.score(centres[: sizes.level], torch.full_like(sigma, math.sqrt(2) * blur))
-        row = at_level(field, centres[: sizes.level], sigma, -z / blur, oracle)
-        matched = clean + asked * z
-        exact = at_level(field, matched, sigma, -z / asked, problem.data.score(matched, sigma))
-        row |= {f"{name}_matched": value for name, value in exact.items()}
-        if kernel:
-            with torch.no_grad():
-                estimate = kernel_score(centres[: sizes.level], centres, blur)
-                row["score_error_kernel"] = float(esm(field, centres[: sizes.level], sigma, estimate).mean())
+        sources = (stream(seed, "published", n, device=device) for seed in seeds)
+        noise = torch.stack([torch.randn(sets.shape[1:], generator=g, device=device) for g in sources])
+        z, sigma = noise[:, : sizes.level].flatten(0, 1), sets.new_full((len(clean),), asked)
+        x, matched = clean + blur * z, clean + asked * z
+        oracle = problem.data.score(x, torch.full_like(sigma, math.sqrt(2) * blur))
+        row = at_level(field, x, sigma, -z / blur, oracle, copies)
+        exact = at_level(field, matched, sigma, -z / asked, problem.data.score(matched, sigma), copies)
+        for own, mended in zip(row, exact, strict=True):
+            own |= {f"{name}_matched": value for name, value in mended.items()}
         rows.append(row)
-    wanted = ("asym", "nasym", "score_error", "asym_matched", "score_error_matched", "score_error_kernel")
-    return {
-        **{name: sum(row[name] for row in rows) / 10 for name in wanted if name in rows[0]},
-        **published_likelihood(field, problem, train[: 5 * sizes.nll]),
-        **published_samples(field, problem, train[: sizes.samples], seed),
-    }
+        first = slice(sizes.level)
+        with torch.no_grad():
+            error = field(x, sigma)[first] - kernel_score(x[first], sets[0] + blur * noise[0], blur)
+        kernel.append(float(0.5 * inner(error, error).mean()))
+    wanted = ("asym", "nasym", "score_error", "asym_matched", "score_error_matched")
+    likelihoods = published_likelihood(field, problem, sets[:, : 5 * sizes.nll])
+    samples = published_samples(field, problem, sets[:, : sizes.samples], seeds)
+    found = [
+        {name: sum(row[i][name] for row in rows) / 10 for name in wanted} | likelihoods[i] | samples[i]
+        for i in range(copies)
+    ]
+    found[0]["score_error_kernel"] = sum(kernel) / 10
+    return found
 
 
-def published_likelihood(field: Field, problem: Problem, x: Tensor) -> dict[str, float]:
+def published_likelihood(field: Field, problem: Problem, x: Tensor) -> list[dict[str, float]]:
     """NLL by the authors' rules, and with the end of the same trajectories in a prior that fits."""
     fitting = replace(PUBLISHED, data_std=problem.data.data_std)
-    parts = [log_prob(field, part, PUBLISHED, rtol=RTOL, atol=ATOL) for part in x.split(BATCH)]
-    value, end = torch.cat([part.value for part in parts]), torch.cat([part.x for part in parts]).double()
-    change = fitting.prior_log_prob(end) - PUBLISHED.prior_log_prob(end)
-    return {"nll": -float(value.mean()), "nll_prior": -float((value + change).mean())}
+    value, end = densities(field, x.flatten(0, 1), PUBLISHED, len(x), RTOL, ATOL)
+    end = end.double().flatten(0, 1)
+    change = (fitting.prior_log_prob(end) - PUBLISHED.prior_log_prob(end)).view(value.shape)
+    pairs = zip(-value.mean(1), -(value + change).mean(1), strict=True)
+    return [{"nll": float(a), "nll_prior": float(b)} for a, b in pairs]
 
 
-def published_samples(field: Field, problem: Problem, real: Tensor, seed: int) -> dict[str, float]:
+def published_samples(
+    field: Field, problem: Problem, real: Tensor, seeds: Sequence[int]
+) -> list[dict[str, float]]:
     """Precision and recall by the authors' rules, and with a prior that fits."""
-    found: dict[str, float] = {}
+    found: list[dict[str, float]] = [{} for _ in seeds]
     for ending, process in (("", PUBLISHED), ("_prior", replace(PUBLISHED, data_std=problem.data.data_std))):
-        start = process.prior_sample((len(real), 2), stream(seed, "prior", device=real.device))
-        drawn = probability_flow(field, start, process, rtol=RTOL, atol=ATOL, denoise=True)
-        found |= {f"{name}{ending}": value for name, value in covered(real, drawn.x).items()}
-        found[f"nfe{ending}"] = drawn.nfe
+        drawn = draw_samples(field, process, real.shape[1], seeds, real.device, RTOL, ATOL, denoise=True)
+        for i, fake in enumerate(drawn.x.chunk(len(seeds))):
+            found[i] |= {f"{name}{ending}": value for name, value in covered(real[i], fake).items()}
+            found[i][f"nfe{ending}"] = int(drawn.evaluations.chunk(len(seeds))[i][0])
     return found
 
 

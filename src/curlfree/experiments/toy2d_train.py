@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from curlfree.distributions import Checkerboard, Distribution, Spirals, eight_gaussians
 from curlfree.ema import Ema
 from curlfree.estimators import rademacher
+from curlfree.fast import Gradient
 from curlfree.fields import (
     DenoiserEnergy,
     DenoiserField,
@@ -292,10 +293,11 @@ def train(
     optimizer = torch.optim.Adam(field.parameters(), lr=recipe.rate, fused=device.type == "cuda")
     ema = Ema(field, recipe.ema)
     norms = torch.zeros(copies)
+    gradient = Gradient(lambda *draw: step_loss(field, Draws(*draw), recipe, arm, copies), field.parameters())
     for step, draw in enumerate(draws(recipe, problem, seeds, device)):
         optimizer.param_groups[0]["lr"] = recipe.rate_at(step)
-        optimizer.zero_grad()
-        step_loss(field, Draws(*(a.to(dtype) for a in draw)), recipe, arm, copies).backward()
+        optimizer.zero_grad(set_to_none=False)
+        gradient(*(a.to(dtype) for a in draw))
         norms = clip_gradients(field, copies, recipe.clip)
         optimizer.step()
         ema.update(field, step + 1)

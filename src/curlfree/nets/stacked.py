@@ -78,7 +78,7 @@ def clip_gradients(stacked: nn.Module, copies: int, limit: float) -> Tensor:
         The norms before, shape (S,).
     """
     gradients = [p.grad for p in stacked.parameters() if p.grad is not None]
-    norms = torch.stack([g.view(copies, -1).square().sum(1) for g in gradients]).sum(0).sqrt()
+    norms = torch.stack([g.reshape(copies, -1).square().sum(1) for g in gradients]).sum(0).sqrt()
     factors = (limit / (norms + 1e-6)).clamp(max=1)
     for g in gradients:
         g.mul_(factors.view(-1, *[1] * (g.ndim - 1)))
