@@ -239,3 +239,13 @@ def test_an_experiment_writes_its_record_figures_and_page(experiment, mode, tmp_
             path.name for path in tmp_path.iterdir()
         }
     assert parse(tmp_path).open == []
+
+
+def test_a_tree_without_history_is_named_by_the_environment(tmp_path, monkeypatch):
+    package = tmp_path / "curlfree"
+    package.mkdir()
+    monkeypatch.setattr("curlfree.provenance.__file__", str(package / "provenance.py"))
+    monkeypatch.setenv("GIT_COMMIT", "0123abcd")
+    assert provenance()["commit"] == "0123abcd"
+    monkeypatch.delenv("GIT_COMMIT")
+    assert provenance()["commit"] is None

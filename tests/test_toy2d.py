@@ -82,6 +82,8 @@ def test_stacked_networks_answer_as_they_do_alone() -> None:
     dense = torch.cat([cf.jacobian(cf.PaperField(f), *at)[1].dense() for f, *at in parts])
     torch.testing.assert_close(J.dense(), dense, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(select(stacked, 1)(x[4:8], sigma[4:8]), networks[1](x[4:8], sigma[4:8]))
+    moved = Stacked([FilmMLP(FilmMLPConfig(width=8, blocks=1), stream(0))]).to("meta")  # buffers, too
+    assert moved(torch.empty(4, 2, device="meta"), torch.empty(4, device="meta")).is_meta
     with pytest.raises(ValueError, match="equal parts, got 13"):
         stacked(x.repeat(2, 1)[:13], sigma.repeat(2)[:13])
     with pytest.raises(ValueError, match="at least one"):

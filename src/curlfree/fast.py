@@ -144,7 +144,7 @@ class Gradient:
             if g is None:
                 continue
             if p.grad is None:
-                p.grad = g.clone()
+                p.grad = torch.zeros_like(p).copy_(g)  # in p's layout, which fused optimisers ask for
             else:
                 sums.append(p.grad)
                 terms.append(g)
@@ -174,7 +174,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph, pool=_pool()):
+        with torch.cuda.graph(self.graph, pool=_pool().id):
             self.outputs = function(*self.inputs)
 
     def __call__(self, arguments: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor | None]]:
@@ -185,9 +185,12 @@ class _Graph:
 
 
 @functools.cache
-def _pool() -> Any:
-    """The memory that all graphs share: what is left in it after a replay is added up before the next."""
-    return torch.cuda.graph_pool_handle()
+def _pool() -> "torch.cuda.MemPool":
+    """The memory that all graphs share: what is left in it after a replay is added up before the next.
+
+    An object, not a bare handle: it outlives the graphs, so that later ones find the pool.
+    """
+    return torch.cuda.MemPool()
 
 
 def energy_dsm(

@@ -35,7 +35,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, with "-dirty" if it was changed; None if it is installed."""
+    """The commit of the source tree that runs, with "-dirty" if it was changed; None if it is installed.
+
+    A copy of the tree without its history is named by the environment variable GIT_COMMIT.
+    """
     here = Path(__file__)
 
     def git(*arguments: str) -> str | None:
@@ -48,7 +51,7 @@ def _commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", here.name) is None:
-        return None
+        return os.environ.get("GIT_COMMIT")
     return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 

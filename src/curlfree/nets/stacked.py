@@ -30,6 +30,9 @@ class Stacked(nn.Module):
         self._names = [name for name, _ in networks[0].named_parameters()]
         columns = zip(*(network.parameters() for network in networks), strict=True)
         self.stacks = nn.ParameterList(torch.stack([p.detach() for p in column]) for column in columns)
+        self._shared = [name for name, _ in networks[0].named_buffers()]
+        for i, buffer in enumerate(networks[0].buffers()):
+            self.register_buffer(f"shared_{i}", buffer.clone(), persistent=False)
         self._skeleton = (copy.deepcopy(networks[0]).requires_grad_(False),)  # in a tuple: not a submodule
 
     @property
@@ -48,10 +51,11 @@ class Stacked(nn.Module):
                 f"{self.copies} networks need a batch of as many equal parts, got {len(x)} points"
             )
         parameters = dict(zip(self._names, self.stacks, strict=True))
+        shared = dict(zip(self._shared, self.buffers(), strict=True))
         (skeleton,) = self._skeleton
 
         def one(own: dict[str, Tensor], points: Tensor, levels: Tensor) -> Tensor:
-            return functional_call(skeleton, own, (points, levels))
+            return functional_call(skeleton, own | shared, (points, levels))
 
         parts = vmap(one)(parameters, x.unflatten(0, (self.copies, -1)), level.view(self.copies, -1))
         return parts.flatten(0, 1)
