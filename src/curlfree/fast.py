@@ -174,7 +174,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph, pool=_pool().id):
+        with torch.cuda.graph(self.graph, pool=_pool().id):  # type: ignore[arg-type]  # takes what MemPool has
             self.outputs = function(*self.inputs)
 
     def __call__(self, arguments: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor | None]]:
