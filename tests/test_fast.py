@@ -1,5 +1,6 @@
 """The fast path of the penalty: brute force's numbers, compiled or not, and a check that finds errors."""
 
+import copy
 import importlib.util
 import math
 import warnings
@@ -243,6 +244,38 @@ def test_gradients_add_up_and_match_backward() -> None:
     expected = [p.grad for p in parameters if p.requires_grad]
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
     assert net.all_modules[0].W.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recorded_gradients_are_the_eager_ones(compiled: bool) -> None:
+    """Score matching and penalty, each a CUDA graph, replayed in turn with new arguments and masks."""
+    net = random_net(LEAST).cuda().train()
+    eager = copy.deepcopy(net)
+    if compiled:
+        prepare(net)
+    source = torch.Generator("cuda")
+
+    def sums(net: NCSNpp, record: bool) -> tuple[Gradient, Gradient]:
+        def matching(x: Tensor, sigma: Tensor, z: Tensor) -> Tensor:
+            return cf.dsm(net, x, sigma, z, condition={"masks": net.draw_masks(len(x), source)}).mean()
+
+        def loss(x: Tensor, sigma: Tensor) -> Tensor:
+            masks = {"masks": net.draw_masks(len(x), source)}
+            return cf.qc_loss(net, x, sigma, weight=sigma**2, generator=source, condition=masks)
+
+        options = {"generators": (source,), "record": record}
+        return Gradient(matching, net.parameters(), **options), Gradient(loss, net.parameters(), **options)
+
+    fast, plain = sums(net, True), sums(eager, False)
+    for step in range(4):
+        x, sigma = (t.cuda() for t in random_batch(LEAST, 4 - step % 2, extra=0))  # two shapes
+        z, found = torch.sin(x + step), []
+        for model, (matching, loss) in ((net, fast), (eager, plain)):
+            source.manual_seed(step)
+            values = [matching(x, sigma, z), loss(x[:2], sigma[:2])]
+            found.append([*values, *(p.grad for p in model.parameters() if p.requires_grad)])
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
 def test_gradients_in_autocast() -> None:

@@ -82,6 +82,16 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, packed, name):
     assert whole[-1] == parts[-1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["toy u", "toy qc"])
+def test_a_resumed_run_on_a_gpu_ends_with_the_same_bits(tmp_path, name):
+    config = run_cases(Path())[name]
+    train(config, tmp_path / "whole", device="cuda")
+    train(with_train(config, steps=config.train.steps // 2), tmp_path / "parts", device="cuda")
+    train(config, tmp_path / "parts", device="cuda")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_each_start_is_in_the_log_with_its_provenance(tmp_path):
     for steps in (2, 4, 4):
         train(with_train(TOY, steps=steps), tmp_path, device="cpu")
