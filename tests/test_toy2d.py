@@ -167,7 +167,7 @@ class Truth:
         return self.data.score(x, sigma)
 
 
-@pytest.mark.parametrize("name", ["8gaussian", "checkerboard"])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_exact_score_is_perfect_by_the_corrected_evaluation(name: str) -> None:
     problem = PROBLEMS[name]
     process = plus_recipe(1, 1).process(problem.data.data_std)
@@ -189,7 +189,6 @@ def test_seeds_measured_together_are_measured_as_alone() -> None:
         lambda field, seeds: published(field, PROBLEM, seeds, sizes, CPU),
     ):
         together, (alone,) = evaluate(field, [0, 4, 7]), evaluate(select(field, 1), [4])
-        alone.pop("score_error_kernel", None)
         for name, value in alone.items():
             if isinstance(value, float | int):
                 assert together[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -215,17 +214,20 @@ def test_corrected_evaluation_sees_a_known_error() -> None:
 
 
 def test_published_oracle_is_blurred_twice_and_asked_elsewhere() -> None:
-    """A perfect model gets an error of 0.009 (8-Gaussian), one that errs as the oracle does gets 0."""
+    """A perfect model (8-Gaussian) gets an error of 0.009, of 0.13 by the kernels; the oracle's error gets 0."""
     problem, truth = PROBLEMS["8gaussian"], Truth("8gaussian")
-    sizes = Sizes(5000, 20, 50)
-    assert published(truth, problem, [0], sizes, CPU)[0]["score_error"] == pytest.approx(0.009, abs=0.002)
+    sizes = Sizes(2000, 20, 50)
+    perfect = published(truth, problem, [0], sizes, CPU)[0]
+    assert perfect["score_error_limit"] == pytest.approx(0.009, abs=0.002)
+    assert perfect["score_error_matched"] == 0
+    assert perfect["score_error"] == pytest.approx(0.13, abs=0.02)
 
     def mistaken(x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
         assert sigma is not None
         n = 10 * torch.log(sigma / 0.1) / math.log(30) - 1
         return truth(x, math.sqrt(2) * 0.1 * 30 ** (n / 11).clamp(min=0))
 
-    assert published(mistaken, problem, [0], sizes, CPU)[0]["score_error"] < 1e-6
+    assert published(mistaken, problem, [0], sizes, CPU)[0]["score_error_limit"] < 1e-6
 
 
 def test_kernel_score_is_the_gradient_of_the_density_estimate() -> None:
@@ -242,7 +244,7 @@ def test_prior_mismatch_of_a_gaussian_is_known() -> None:
     for wide in (0.0, 2.0):
         ratio = (4 + 9) / (9 + wide**2)
         assert prior_mismatch(data, cf.VE(0.1, 3.0, data_std=wide)) == pytest.approx(
-            ratio - 1 - math.log(ratio), abs=0.01
+            ratio - 1 - math.log(ratio), abs=1e-3
         )
 
 

@@ -38,7 +38,7 @@ from curlfree.checks import check_floating, check_sigma
 _NODES = 16  # Gauss-Legendre nodes of one panel of the curve
 _PANEL = 4.0  # the length of a panel in units of sigma; error 2e-9 at 10 sigma from the support
 _MIN_PANELS = 4
-_CHUNK = 2**20  # numbers in the largest intermediate of the search for near panels
+_CHUNK = {"cpu": 2**20, "cuda": 2**25}  # numbers in the largest intermediate of the search for near panels
 
 
 class Distribution(ABC):
@@ -336,13 +336,13 @@ class Spirals(Distribution):
             its nodes (pairs, nodes) and the slopes of the log-kernels (pairs, nodes, 2).
         """
         wanted = (self._lengths[-1] / (_PANEL * sigma.detach())).clamp(min=_MIN_PANELS)
-        level = torch.ceil(2 * torch.log2(wanted)).long()
+        level, chunk = torch.ceil(2 * torch.log2(wanted)).long(), _CHUNK.get(y.device.type, 2**20)
         for lv in level.unique().tolist():
             corners, log_w = self._panels(round(2 ** (lv / 2)), y.device)
             middle = corners.mean(1) + self.noise / 2
             reach = (corners - corners.mean(1, keepdim=True)).norm(dim=-1).amax(1) * 1.1
             rows = (level == lv).nonzero()[:, 0]
-            for group in rows.split(max(1, _CHUNK // (2 * len(middle)))):
+            for group in rows.split(max(1, chunk // (2 * len(middle)))):
                 gap = (y.detach()[group, None] - middle).abs() - self.noise / 2
                 distance = gap.clamp(min=0).norm(dim=-1)
                 limit = distance.amin(1).square() + 64 * sigma.detach()[group].square()

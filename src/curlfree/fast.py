@@ -3,7 +3,8 @@ r"""Speed: networks compiled region by region, gradients as CUDA graphs, and a c
 A training step is fast where the GPU never waits for Python. Compiling a whole NCSN++ takes minutes; its
 residual and attention blocks repeat a few shapes, so `prepare` compiles block by block, and all blocks of one
 shape share one graph (12 for each number of tangents in the paper's deep network). What is left of Python,
-`Gradient` removes: it records the evaluation of a loss and its gradient once as a CUDA graph and replays it.
+`Recorded` removes: it records a function once as a CUDA graph and replays it. `Gradient` does so with a loss
+and its gradient.
 
 A step adds up to two gradients, each with its own backward, so that the memory of one is free for the other::
 
@@ -87,12 +88,75 @@ def prepare(field: nn.Module, *, backend: str = "inductor") -> None:
             layer.compile(backend=backend, fullgraph=True, dynamic=False)
 
 
-class Gradient:
-    """Evaluates a loss and adds its gradient to the parameters' `.grad`; on a GPU by replaying a CUDA graph.
+class Recorded:
+    """A function of tensors that a GPU replays as a CUDA graph, without Python.
 
-    The graph is recorded at the first call, and again for arguments of other shapes. A loss that is recorded
-    must not look at values, must take all that changes as tensor arguments, and must draw random numbers from
-    PyTorch's own generator or from those given here.
+    The first calls run the function as it is: they compile and tune, which cannot be recorded. The next one
+    records it, and from then on it is replayed; for arguments of other shapes the same from the beginning.
+    All calls do the function's work, so that it may change tensors: the weights in an optimisation step.
+
+    A function that is recorded must not look at values, must take all that changes as tensor arguments, and
+    must draw random numbers from PyTorch's own generator or from those given here.
+
+    Args:
+        function: ``function(*arguments)``; what a replay returns is overwritten by the next one.
+        generators: the generators that it draws from; they may be reseeded between calls.
+    """
+
+    WARM_UP = 3
+
+    def __init__(self, function: Callable[..., Any], generators: Iterable[torch.Generator] = ()) -> None:
+        self.function, self.generators = function, tuple(generators)
+        self._calls: dict[tuple[torch.Size, ...], int] = {}
+        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+
+    def __call__(self, *arguments: Tensor) -> Any:
+        """The function's value, from a replay if the arguments are on a GPU."""
+        if not arguments[0].is_cuda:
+            return self.function(*arguments)
+        shapes = tuple(a.shape for a in arguments)
+        self._calls[shapes] = self._calls.get(shapes, 0) + 1
+        if self._calls[shapes] <= self.WARM_UP:
+            return self.function(*arguments)
+        if shapes not in self._graphs:
+            self._graphs[shapes] = _Graph(self.function, arguments, self.generators)
+        return self._graphs[shapes](arguments)
+
+
+class _Graph:
+    """One recording of a function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Tensor, ...],
+        generators: tuple[torch.Generator, ...],
+    ) -> None:
+        self.inputs = tuple(a.clone() for a in arguments)
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        with torch.cuda.graph(self.graph, pool=_pool().id):  # type: ignore[arg-type]  # takes what MemPool has
+            self.outputs = function(*self.inputs)
+
+    def __call__(self, arguments: tuple[Tensor, ...]) -> Any:
+        for own, new in zip(self.inputs, arguments, strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        return self.outputs
+
+
+@functools.cache
+def _pool() -> "torch.cuda.MemPool":
+    """The memory that all graphs share: what is left in it after a replay is added up before the next.
+
+    An object, not a bare handle: it outlives the graphs, so that later ones find the pool.
+    """
+    return torch.cuda.MemPool()
+
+
+class Gradient:
+    """Evaluates a loss and adds its gradient to the parameters' `.grad`; on a GPU `Recorded`.
 
     Args:
         loss: ``loss(*arguments) -> scalar``.
@@ -111,20 +175,13 @@ class Gradient:
         autocast: torch.dtype | None = None,
         record: bool = True,
     ) -> None:
-        self.loss = loss
+        self.loss, self.autocast = loss, autocast
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.generators, self.autocast, self.record = tuple(generators), autocast, record
-        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+        self._evaluate = Recorded(self.evaluate, generators) if record else self.evaluate
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """Add the gradient, and return the loss."""
-        if self.record and arguments[0].is_cuda:
-            shapes = tuple(a.shape for a in arguments)
-            if shapes not in self._graphs:
-                self._graphs[shapes] = _Graph(self.evaluate, arguments, self.generators)
-            loss, gradients = self._graphs[shapes](arguments)
-        else:
-            loss, gradients = self.evaluate(*arguments)
+        loss, gradients = self._evaluate(*arguments)
         self._add(gradients)
         return loss.clone()
 
@@ -150,47 +207,6 @@ class Gradient:
                 terms.append(g)
         if sums:
             torch._foreach_add_(sums, terms)
-
-
-class _Graph:
-    """One recorded evaluation."""
-
-    def __init__(
-        self,
-        function: Callable[..., tuple[Tensor, list[Tensor | None]]],
-        arguments: tuple[Tensor, ...],
-        generators: tuple[torch.Generator, ...],
-    ) -> None:
-        self.inputs = tuple(a.clone() for a in arguments)
-        states = [g.get_state() for g in generators]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # compiles and tunes, which cannot be recorded
-                function(*self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        self.graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph, pool=_pool().id):  # type: ignore[arg-type]  # takes what MemPool has
-            self.outputs = function(*self.inputs)
-
-    def __call__(self, arguments: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor | None]]:
-        for own, new in zip(self.inputs, arguments, strict=True):
-            own.copy_(new)
-        self.graph.replay()
-        return self.outputs
-
-
-@functools.cache
-def _pool() -> "torch.cuda.MemPool":
-    """The memory that all graphs share: what is left in it after a replay is added up before the next.
-
-    An object, not a bare handle: it outlives the graphs, so that later ones find the pool.
-    """
-    return torch.cuda.MemPool()
 
 
 def energy_dsm(

@@ -10,16 +10,17 @@ first B for the first seed. Draws and RK45's steps are each seed's own, so its v
 
 `published` repeats the authors' evaluation. Points and oracle are at time n/11, the model is asked at
 (n+1)/10, a noise level larger by 1.40 to 1.86; the oracle is a kernel density estimate with bandwidth sigma
-on points that have noise sigma already, so the score of noise sqrt(2) sigma (its limit for infinitely many
-points is used here; `kernel_score` is the estimate itself). NLL is that of the 50,000 training points
-without noise, RK45 with rtol 1e-3, prior N(0, 9 I). All on weights that are not averaged.
+on points that have noise sigma already, so (for infinitely many points) the score of noise sqrt(2) sigma. NLL
+is that of the 50,000 training points without noise, RK45 with rtol 1e-3, prior N(0, 9 I). All on weights that
+are not averaged.
 """
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from curlfree.metrics import mean_estimate, ratio_estimate
 from curlfree.neighbours import precision_recall
 from curlfree.objectives import esm
 from curlfree.ode import rk45_groups
-from curlfree.operators import Field, inner
+from curlfree.operators import Field
 from curlfree.processes import VE, Process
 from curlfree.samplers import Solution, probability_flow
 from curlfree.seeds import stream
@@ -77,28 +78,16 @@ def corrected(
         the means over the common levels of all lists; NLL and its paired gap to the exact density; precision
         and recall; evaluations of the network.
     """
-    data, copies = problem.data, len(seeds)
-
-    def points(level: float, n: int, *name: str | int) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [test_points(data, level, n, stream(seed, *name, device=device)) for seed in seeds]
-        x0, x, sigma = (torch.cat(column) for column in zip(*parts, strict=True))
-        return x0, x, sigma
-
-    rows: list[list[dict[str, float]]] = []
-    for k, level in enumerate(LEVELS):
-        if level <= process.sigma_range[1] * (1 + 1e-6):
-            x0, x, sigma = points(level, sizes.level, "level", k)
-            target = (x0 - x) / sigma.square()[:, None]
-            rows.append(at_level(field, x, sigma, target, data.score(x, sigma), copies))
-    _, x, sigma = points(0.1, sizes.nll, "likelihood")
-    model, _ = densities(field, x, process, copies, TOLERANCE, TOLERANCE)
-    gaps = data.log_prob(x.double(), sigma.double()).view(copies, -1) - model
+    copies, top = len(seeds), process.sigma_range[1] * (1 + 1e-6)
+    test = test_set(problem, tuple(seeds), sizes, device)
+    rows = [at_level(field, *level, copies) for level in test.levels if float(level.sigma[0]) <= top]
+    model, _ = densities(field, test.x, process, copies, TOLERANCE, TOLERANCE)
+    gaps = test.log_prob.view(copies, -1) - model
     drawn = draw_samples(field, process, sizes.samples, seeds, device, TOLERANCE, TOLERANCE)
-    _, real, _ = points(0.1, sizes.samples, "real")
     found = []
     for i in range(copies):
         lists = {name: [row[i][name] for row in rows] for name in rows[0][i]}
-        gap, fake, truth = mean_estimate(gaps[i]), drawn.x.chunk(copies)[i], real.chunk(copies)[i]
+        gap, fake, truth = mean_estimate(gaps[i]), drawn.x.chunk(copies)[i], test.real.chunk(copies)[i]
         found.append(
             {
                 "levels": LEVELS[: len(rows)],
@@ -122,6 +111,50 @@ def test_points(
     x0 = data.sample(n, generator)
     sigma = x0.new_full((n,), level)
     return x0, x0 + level * torch.randn(x0.shape, generator=generator, device=x0.device), sigma
+
+
+class Level(NamedTuple):
+    """Points of one noise level, the seeds one after another.
+
+    Args:
+        x: noisy points.
+        sigma: the level that a model is asked at.
+        target: -z/sigma, the target of denoising score matching.
+        score: what its score is compared with.
+    """
+
+    x: Tensor
+    sigma: Tensor
+    target: Tensor
+    score: Tensor
+
+
+class TestSet(NamedTuple):
+    """What all models are measured on in corrected mode: a level each, points of density, real samples."""
+
+    levels: tuple[Level, ...]
+    x: Tensor
+    log_prob: Tensor
+    real: Tensor
+
+
+@functools.lru_cache(maxsize=2)
+def test_set(problem: Problem, seeds: tuple[int, ...], sizes: Sizes, device: torch.device) -> TestSet:
+    """Fresh points with exact scores and densities; kept, since all arms of a set are measured on them."""
+    data = problem.data
+
+    def points(level: float, n: int, *name: str | int) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [test_points(data, level, n, stream(seed, *name, device=device)) for seed in seeds]
+        x0, x, sigma = (torch.cat(column) for column in zip(*parts, strict=True))
+        return x0, x, sigma
+
+    levels = []
+    for k, level in enumerate(LEVELS):
+        x0, x, sigma = points(level, sizes.level, "level", k)
+        levels.append(Level(x, sigma, (x0 - x) / sigma.square()[:, None], data.score(x, sigma)))
+    _, x, sigma = points(0.1, sizes.nll, "likelihood")
+    log_prob = data.log_prob(x.double(), sigma.double())
+    return TestSet(tuple(levels), x, log_prob, points(0.1, sizes.samples, "real")[1])
 
 
 @torch.no_grad()
@@ -205,38 +238,75 @@ def published(
     Returns:
         For each seed the cells of Table 1; the same with one of the rules mended, to see what each does:
         score error and asymmetry with points and oracle at the level that the model is asked at
-        (``..._matched``), for the first seed score error against the kernel density estimate itself
-        (``..._kernel``), NLL, precision and recall with a prior of the right variance (``..._prior``).
+        (``..._matched``), score error against the limit of the kernel density estimate (``..._limit``), NLL,
+        precision and recall with a prior of the right variance (``..._prior``).
     """
     copies = len(seeds)
+    test = published_set(problem, tuple(seeds), sizes, device)
+    rows: list[list[dict[str, float]]] = []
+    for level in test.levels:
+        row = at_level(field, *level.published, copies)
+        matched = at_level(field, *level.matched, copies)
+        with torch.no_grad():
+            limit = esm(field, level.published.x, level.published.sigma, level.limit)
+        for own, mended, error in zip(row, matched, limit.double().view(copies, -1).mean(1), strict=True):
+            own |= {f"{name}_matched": value for name, value in mended.items()}
+            own["score_error_limit"] = float(error)
+        rows.append(row)
+    wanted = [f"{name}{ending}" for name in ("asym", "nasym", "score_error") for ending in ("", "_matched")]
+    wanted += ["nasym_pooled", "score_error_limit"]
+    likelihoods = published_likelihood(field, problem, test.points[:, : 5 * sizes.nll])
+    samples = published_samples(field, problem, test.points[:, : sizes.samples], seeds)
+    return [
+        {name: sum(row[i][name] for row in rows) / 10 for name in wanted} | likelihoods[i] | samples[i]
+        for i in range(copies)
+    ]
+
+
+class PublishedLevel(NamedTuple):
+    """One level by the authors' rules, and with one of them changed.
+
+    Args:
+        published: points at time n/11, asked at (n+1)/10, compared with the kernel density estimate's score.
+        limit: what that is for infinitely many points, the score of noise sqrt(2) sigma.
+        matched: points with the noise of the level that the model is asked at, and the exact score there.
+    """
+
+    published: Level
+    limit: Tensor
+    matched: Level
+
+
+class PublishedSet(NamedTuple):
+    """What all models are measured on by the authors' rules; `points` are the training sets, (S, n, 2)."""
+
+    levels: tuple[PublishedLevel, ...]
+    points: Tensor
+
+
+@functools.lru_cache(maxsize=1)
+def published_set(
+    problem: Problem, seeds: tuple[int, ...], sizes: Sizes, device: torch.device
+) -> PublishedSet:
+    """The training sets with noise and the scores to compare with; kept, since all arms need them."""
     sets = torch.stack([training_set(problem, seed, TRAINING_POINTS, device) for seed in seeds])
-    clean = sets[:, : sizes.level].flatten(0, 1)
-    rows, kernel = list[list[dict[str, float]]](), list[float]()
+    clean, levels = sets[:, : sizes.level].flatten(0, 1), []
     for n in range(10):
         blur, asked = 0.1 * 30 ** (n / 11), 0.1 * 30 ** ((n + 1) / 10)
         sources = (stream(seed, "published", n, device=device) for seed in seeds)
         noise = torch.stack([torch.randn(sets.shape[1:], generator=g, device=device) for g in sources])
         z, sigma = noise[:, : sizes.level].flatten(0, 1), sets.new_full((len(clean),), asked)
         x, matched = clean + blur * z, clean + asked * z
-        oracle = problem.data.score(x, torch.full_like(sigma, math.sqrt(2) * blur))
-        row = at_level(field, x, sigma, -z / blur, oracle, copies)
-        exact = at_level(field, matched, sigma, -z / asked, problem.data.score(matched, sigma), copies)
-        for own, mended in zip(row, exact, strict=True):
-            own |= {f"{name}_matched": value for name, value in mended.items()}
-        rows.append(row)
-        first = slice(sizes.level)
-        with torch.no_grad():
-            error = field(x, sigma)[first] - kernel_score(x[first], sets[0] + blur * noise[0], blur)
-        kernel.append(float(0.5 * inner(error, error).mean()))
-    wanted = ("asym", "nasym", "score_error", "asym_matched", "score_error_matched")
-    likelihoods = published_likelihood(field, problem, sets[:, : 5 * sizes.nll])
-    samples = published_samples(field, problem, sets[:, : sizes.samples], seeds)
-    found = [
-        {name: sum(row[i][name] for row in rows) / 10 for name in wanted} | likelihoods[i] | samples[i]
-        for i in range(copies)
-    ]
-    found[0]["score_error_kernel"] = sum(kernel) / 10
-    return found
+        pairs = zip(x.chunk(len(seeds)), sets + blur * noise, strict=True)
+        kernel = torch.cat([kernel_score(own, centres, blur) for own, centres in pairs])
+        levels.append(
+            PublishedLevel(
+                Level(x, sigma, -z / blur, kernel),
+                problem.data.score(x, torch.full_like(sigma, math.sqrt(2) * blur)),
+                Level(matched, sigma, -z / asked, problem.data.score(matched, sigma)),
+            )
+        )
+    return PublishedSet(tuple(levels), sets)
 
 
 def published_likelihood(field: Field, problem: Problem, x: Tensor) -> list[dict[str, float]]:
@@ -271,11 +341,11 @@ def kernel_score(x: Tensor, centres: Tensor, bandwidth: float, rows: int = 250) 
     return torch.cat(parts)
 
 
-def prior_mismatch(data: Distribution, process: Process, points: int = 2**17) -> float:
-    """KL of the data with noise sigma_max from the prior, in nats, by a Monte-Carlo sum with a fixed seed."""
-    _, x, sigma = test_points(data, process.sigma_range[1], points, stream(0, "mismatch"))
-    x = x.double()
-    return float((data.log_prob(x, sigma.double()) - process.prior_log_prob(x)).mean())
+def prior_mismatch(data: Distribution, process: Process) -> float:
+    """KL of the data with noise sigma_max from the prior, a Gaussian, in nats: cross-entropy minus entropy."""
+    top = process.sigma_range[1]
+    ratio = (data.data_std**2 + top**2) / process.prior_std**2
+    return math.log(2 * math.pi * process.prior_std**2) + ratio - data.entropy(top)
 
 
 def with_weights(field: nn.Module, weights: dict[str, Tensor]) -> nn.Module:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from curlfree.distributions import Checkerboard, Distribution, Spirals, eight_gaussians
 from curlfree.ema import Ema
 from curlfree.estimators import rademacher
-from curlfree.fast import Gradient
+from curlfree.fast import Recorded
 from curlfree.fields import (
     DenoiserEnergy,
     DenoiserField,
@@ -265,6 +265,19 @@ class Trained(NamedTuple):
     average: dict[str, Tensor]
 
 
+def descend(
+    field: nn.Module, draw: Draws, recipe: Recipe, arm: Arm, copies: int, optimizer: torch.optim.Optimizer
+) -> Tensor:
+    """One optimisation step of all seeds; returns the norms of their gradients before clipping."""
+    parameters = list(field.parameters())
+    gradients = torch.autograd.grad(step_loss(field, draw, recipe, arm, copies), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    norms = clip_gradients(field, copies, recipe.clip)
+    optimizer.step()
+    return norms
+
+
 def train(
     arm: Arm,
     recipe: Recipe,
@@ -290,16 +303,14 @@ def train(
         ArithmeticError: a seed's gradient is not finite.
     """
     field, copies = arm.build(problem, seeds).to(device, dtype), len(seeds)
-    optimizer = torch.optim.Adam(field.parameters(), lr=recipe.rate, fused=device.type == "cuda")
+    rate = torch.tensor(recipe.rate, device=device)
+    optimizer = torch.optim.Adam(field.parameters(), lr=rate, fused=True, capturable=device.type == "cuda")
     ema = Ema(field, recipe.ema)
+    update = Recorded(lambda *draw: descend(field, Draws(*draw), recipe, arm, copies, optimizer))
     norms = torch.zeros(copies)
-    gradient = Gradient(lambda *draw: step_loss(field, Draws(*draw), recipe, arm, copies), field.parameters())
     for step, draw in enumerate(draws(recipe, problem, seeds, device)):
-        optimizer.param_groups[0]["lr"] = recipe.rate_at(step)
-        optimizer.zero_grad(set_to_none=False)
-        gradient(*(a.to(dtype) for a in draw))
-        norms = clip_gradients(field, copies, recipe.clip)
-        optimizer.step()
+        rate.fill_(recipe.rate_at(step))
+        norms = update(*(a.to(dtype) for a in draw))
         ema.update(field, step + 1)
         advance()
     if not bool(norms.isfinite().all()):
