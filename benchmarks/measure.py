@@ -13,9 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from curlfree.fast import Recorded
 from curlfree.provenance import provenance
 
 Step = Callable[[], object]
+WARM_UP = Recorded.WARM_UP + 2  # compiles, tunes, records, replays once
 
 
 class FlopCounter(TorchDispatchMode):
@@ -45,43 +47,48 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(step: Step, device: torch.device) -> float:
+    return timed(step, device)[0]
+
+
+def timed(step: Step, device: torch.device) -> tuple[float, float]:
+    """The seconds of a step, and how many of them the host needed to launch it."""
     synchronize(device)
     start = time.perf_counter()
     step()
+    host = time.perf_counter() - start
     synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, host
 
 
 def measure(step: Step, device: torch.device, *, repeats: int, limit: float) -> dict[str, Any]:
     """Time a step.
 
     Args:
-        step: the step; its first call may compile and record.
+        step: the step; its first calls may compile and record.
         device: where it runs.
-        repeats: how often it is timed after three calls to warm up.
+        repeats: how often it is timed after `WARM_UP` calls.
         limit: seconds after which no further repetition is started.
 
     Returns:
-        `seconds` of each repetition, their `median`, `start_up` of the first call, `peak_bytes` that the step
-        allocated beyond what was there before (on a GPU).
+        `seconds` of each repetition, their `median`, the median of the `host`'s part, `start_up` of the
+        first calls, `peak_bytes` that the step allocated beyond what was there before (on a GPU).
     """
     end = time.perf_counter() + limit
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    first = seconds_of(step, device)
-    seconds: list[float] = []
-    for i in range(2 + repeats):
-        if seconds and time.perf_counter() > end:
-            break
-        took = seconds_of(step, device)
-        if i >= 2:
-            seconds.append(took)
+    start_up = sum(seconds_of(step, device) for _ in range(WARM_UP))
+    seconds, host = list[float](), list[float]()
+    while len(seconds) < repeats and not (seconds and time.perf_counter() > end):
+        whole, part = timed(step, device)
+        seconds.append(whole)
+        host.append(part)
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
     return {
         "seconds": seconds,
         "median": statistics.median(seconds),
-        "start_up": first,
+        "host": statistics.median(host),
+        "start_up": start_up,
         "peak_bytes": peak,
     }
 

@@ -182,14 +182,14 @@ class Arms:
                 field = energy if kind == "C" else net
                 (sigma**2 * cf.dsm(field, x0, sigma, z)).mean().backward()
 
-        return lambda: cleared(net, step)
+        return lambda: cleared(net, step, none=True)
 
     def u_eager(self) -> Step:
         def step() -> None:
             x0, sigma, z = self.data()
             (sigma**2 * cf.dsm(self.net, x0, sigma, z)).mean().backward()
 
-        return lambda: cleared(self.net, step)
+        return lambda: cleared(self.net, step, none=True)
 
     def double(self, estimator: str) -> Step:
         """A live estimator on the whole batch, one backward through the graph of its products."""
@@ -210,7 +210,7 @@ class Arms:
             )
             loss.backward()
 
-        return lambda: cleared(self.net, step)
+        return lambda: cleared(self.net, step, none=True)
 
     def energy(self, energy: nn.Module) -> Step:
         field = cf.EnergyField(energy)
@@ -219,7 +219,7 @@ class Arms:
             x0, sigma, z = self.data()
             (sigma**2 * cf.dsm(field, x0, sigma, z)).mean().backward()
 
-        return lambda: cleared(field, step)
+        return lambda: cleared(field, step, none=True)
 
     def energy_dual(self, energy: nn.Module) -> Step:
         net = self.prepared()
@@ -232,9 +232,9 @@ class Arms:
         return lambda: cleared(net, lambda: gradient(*self.data()))
 
 
-def cleared(net: nn.Module, step: Step) -> None:
-    """One step's gradient, from none."""
-    net.zero_grad(set_to_none=False)
+def cleared(net: nn.Module, step: Step, *, none: bool = False) -> None:
+    """One step's gradient: from zeros, which recorded gradients are added to, or from none, as is usual."""
+    net.zero_grad(set_to_none=none)
     step()
 
 
@@ -303,8 +303,10 @@ def page(record: dict) -> list[str]:
     lines = header("The cost of a training step", "step_cost", record)
     lines += [
         f"`{config['preset']}` ({config['parameters']:,} parameters), dropout on; one step is the gradient",
-        "of one training loss. Median; spread: the middle half of the repetitions. Memory: the peak of what",
-        "a step allocates, and the parameters. TFLOP/s: products and convolutions as counted, by the median.",
+        "of one training loss. Median; spread: the middle half of the repetitions; host: the part of it that",
+        "Python takes to launch the work (where it is nearly all, the GPU waits for it). Memory: the peak",
+        "of what a step allocates, and the parameters. TFLOP/s: products and convolutions as counted, by the",
+        "median.",
         "",
     ]
     for batch, table in record["results"].items():
@@ -313,12 +315,12 @@ def page(record: dict) -> list[str]:
         lines += [
             f"## Batch {batch}",
             "",
-            "| step | ms | spread | / U | / U authors | GiB | memory / U | TFLOP/s | start-up (s) |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            "| step | ms | spread | host | / U | / U authors | GiB | memory / U | TFLOP/s | start-up (s) |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for name, row in arms.items():
             if "median" not in row:
-                lines.append(f"| {name} | {row['error']} | | | | | | | |")
+                lines.append(f"| {name} | {row['error']} | | | | | | | | |")
                 continue
             ratio = [f"{row['median'] / u['median']:.3g}" if "median" in u else "-" for u in (ours, theirs)]
             weights = 4 * config["parameters"]
@@ -331,7 +333,8 @@ def page(record: dict) -> list[str]:
                 longest = f"longest {1e3 * row['longest']:.1f} ms"
                 label += f" {row['every']} (amortised; {row['samples']} samples, {longest})"
             lines.append(
-                f"| {label} | {1e3 * row['median']:.2f} | {spread(row['seconds'])} | {' | '.join(ratio)} "
+                f"| {label} | {1e3 * row['median']:.2f} | {spread(row['seconds'])} "
+                f"| {1e3 * row['host']:.1f} | {' | '.join(ratio)} "
                 f"| {memory} | {more} | {speed} | {row['start_up']:.1f} |"
             )
         if baseline := table.get("baseline"):
