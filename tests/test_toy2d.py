@@ -214,7 +214,7 @@ def test_corrected_evaluation_sees_a_known_error() -> None:
 
 
 def test_published_oracle_is_blurred_twice_and_asked_elsewhere() -> None:
-    """A perfect model (8-Gaussian) gets an error of 0.009, of 0.13 by the kernels; the oracle's error gets 0."""
+    """A perfect model (8-Gaussian) has an error of 0.009, of 0.13 by kernels; the oracle has one of 0."""
     problem, truth = PROBLEMS["8gaussian"], Truth("8gaussian")
     sizes = Sizes(2000, 20, 50)
     perfect = published(truth, problem, [0], sizes, CPU)[0]

@@ -342,7 +342,7 @@ def kernel_score(x: Tensor, centres: Tensor, bandwidth: float, rows: int = 250) 
 
 
 def prior_mismatch(data: Distribution, process: Process) -> float:
-    """KL of the data with noise sigma_max from the prior, a Gaussian, in nats: cross-entropy minus entropy."""
+    """KL of the data with noise sigma_max from the prior, a Gaussian, in nats: cross-entropy less entropy."""
     top = process.sigma_range[1]
     ratio = (data.data_std**2 + top**2) / process.prior_std**2
     return math.log(2 * math.pi * process.prior_std**2) + ratio - data.entropy(top)
