@@ -320,3 +320,15 @@ def test_intervals_overlap_or_differ() -> None:
     assert toy2d_page.agrees((5.4, 0.06), runs, "nll")
     assert not toy2d_page.agrees((5.4, 0.04), runs, "nll")
     assert toy2d_page.agrees((0.0, 0.0), [{"asym": 1e-12}], "asym")
+
+
+def test_every_cell_that_differs_has_a_measured_cause() -> None:
+    made, recipe = small("QC", 2)
+    runs = published(train(made, recipe, PROBLEM, [0, 1]).field, PROBLEM, [0, 1], Sizes(20, 10, 20), CPU)
+    far = [{name: value + 1e3 for name, value in run.items()} for run in runs]
+    arms = {"C": far, "U": far, "QC": far}
+    stated = toy2d_page.disagreements({"published": {"checkerboard": arms}, "corrected": {}, "sets": {}})
+    assert len(stated) == len(PAPER_ARMS) * len(toy2d_page.METRICS)
+    causes = {item.why for item in stated}
+    assert len(causes) == len(toy2d_page.METRICS)  # each metric has its own
+    assert all(any(c.isdigit() for c in cause) for cause in causes)

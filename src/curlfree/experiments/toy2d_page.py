@@ -202,16 +202,19 @@ def _measured(values: dict[str, Any], key: str) -> list[Disagreement]:
     return found
 
 
-def _asymmetry_cause(runs: Runs) -> str:
-    ours = mean_cell(column(runs, "asym_matched"))
-    return f"Asym with points at the level that the model is asked at: {ours}."
+def _asymmetry_cause(metric: str) -> Callable[[Runs], str]:
+    def cause(runs: Runs) -> str:
+        ours = mean_cell(column(runs, f"{metric}_matched"))
+        return f"With points at the level that the model is asked at: {ours}."
+
+    return cause
 
 
 def _score_cause(runs: Runs) -> str:
     return (
         "With points and the exact score at the level that the model is asked at: "
-        f"{mean_cell(column(runs, 'score_error_matched'))}; against the kernel density estimate itself, in "
-        f"place of its limit: {runs[0]['score_error_kernel']:.3g} (first seed)."
+        f"{mean_cell(column(runs, 'score_error_matched'))}; against the limit of the kernel density estimate "
+        f"for infinitely many points, in its place: {mean_cell(column(runs, 'score_error_limit'))}."
     )
 
 
@@ -228,8 +231,8 @@ def _sample_cause(metric: str) -> Callable[[Runs], str]:
 
 
 CAUSES: dict[str, Callable[[Runs], str]] = {
-    "asym": _asymmetry_cause,
-    "nasym": _asymmetry_cause,
+    "asym": _asymmetry_cause("asym"),
+    "nasym": _asymmetry_cause("nasym"),
     "score_error": _score_cause,
     "nll": _likelihood_cause,
     "precision": _sample_cause("precision"),
