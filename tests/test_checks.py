@@ -188,6 +188,8 @@ MIXING: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "shuffled": lambda x, s: x.roll(1, 0),
     "batch statistics": lambda x, s: x / x.std(),
     "attention over the batch": lambda x, s: torch.softmax(x @ x.T, 1) @ x,
+    "detached statistics": lambda x, s: torch.tanh(x) / x.detach().std(),
+    "detached mean": lambda x, s: x - x.detach().mean(0),
     "batch norm": lambda x, s: (x - x.mean(0)) / x.var(0).sqrt(),
 }
 

@@ -287,9 +287,20 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, sigma, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("kind", [UNet, FusedUNet])
+class Layered(nn.Module):
+    """Layer normalisation, which `second_order` replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.norm, self.outward = nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+        return self.outward(torch.tanh(self.norm(self.inward(x.flatten(1))))).view_as(x)
+
+
+@pytest.mark.parametrize("kind", [UNet, FusedUNet, Layered])
 def test_activation_checkpointing(kind) -> None:
-    """Values work anywhere; training through fused attention needs the whole step inside second_order()."""
+    """Values work anywhere; training through what is replaced needs the step inside second_order()."""
     net = randomised(kind())
     field = Checkpointed(net, reentrant=False)
     x, sigma = CASES["unet"].batch()
@@ -303,6 +314,23 @@ def test_activation_checkpointing(kind) -> None:
         net.zero_grad()
         with second_order(), seeded(0):
             cf.qc_loss(f, x, sigma, weight=1.0, generator=rng()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", [UNet, FusedUNet, Layered])
+def test_activation_checkpointing_inside_an_energy(kind) -> None:
+    net = randomised(kind())
+    x, sigma = CASES["unet"].batch()
+    gradients = []
+    for f in (net, Checkpointed(net, reentrant=False)):
+        field = cf.EnergyField(cf.DenoiserEnergy(f))
+        net.zero_grad()
+        with second_order(), seeded(0):
+            value = field(x, sigma)
+            with torch.no_grad(), seeded(0):
+                torch.testing.assert_close(field(x, sigma), value, **TIGHT)
+            value.square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, **TIGHT)
 
@@ -386,6 +414,23 @@ def test_central_differences_converge_with_order_two_and_have_no_transpose() -> 
     assert orders == pytest.approx([2, 2], abs=0.05)
     with pytest.raises(ValueError, match=r"finite differences give J v only"):
         D.T @ v
+
+
+def test_central_differences_leave_autocast() -> None:
+    """Half precision inside a field that returns float32 would look like curvature."""
+    field = cf.DenoiserField(randomised(MLP(4, 32)).float())
+    x, sigma = (t.float() for t in CASES["mlp"].batch())
+    expected = cf.asymmetry(field, x, sigma, estimator="loop", generator=rng())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cf.asymmetry(field, x, sigma, estimator="loop", generator=rng())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_compiled_loss_is_refused_with_advice() -> None:
+    net, (x, sigma) = randomised(MLP(4)), CASES["mlp"].batch()
+    loss = torch.compile(lambda: cf.qc_loss(net, x, sigma, weight=1.0, form="double"), backend="eager")
+    with pytest.raises(ValueError, match=r"expected torch\.compile around the network, not"):
+        loss()
 
 
 def test_central_differences_replay_dropout_and_leave_the_random_state_alone() -> None:

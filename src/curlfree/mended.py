@@ -12,7 +12,8 @@ comparing every operation with finite differences of the penalty (a test repeats
 * In forward mode glu has no derivative, and those of det and linear solves are silently wrong: the first is
   spelt out, the others are refused.
 
-What `torch.jit` compiled is out of reach.
+What `torch.jit` compiled is out of reach. What activation checkpointing recomputes inside a backward pass is
+within it: PyTorch lifts a mode while it handles ``.backward()``, so `Mended` puts itself back for the engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +44,9 @@ class Mended(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """The value of the function or of its replacement."""
+        if func is Tensor.backward:
+            with self:
+                return _backward(*args, **(kwargs or {}))
         return self.rules.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -52,6 +57,45 @@ class _Passing(TorchDispatchMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | Tensor | None = None,
+) -> None:
+    if gradient is None and loss.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    weight = torch.ones_like(loss) if gradient is None else gradient
+    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    keep = create_graph if retain_graph is None else retain_graph
+    run_backward(loss, weight, leaves, retain_graph=keep, create_graph=create_graph, accumulate_grad=True)
+
+
+def run_backward(
+    output: Tensor,
+    weight: Tensor,
+    inputs: Sequence[Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+    accumulate_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`, or ``.backward()``, with the active modes active in the engine, too.
+
+    Those two functions are handed to modes, which are lifted meanwhile; the engine behind them is not.
+    """
+    return _engine_run_backward(
+        (output,),
+        (weight,),
+        retain_graph,
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=accumulate_grad,
+    )
 
 
 def _without_overwriting(func: Function) -> Function:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from curlfree.checks import check_batch
 from curlfree.estimators import Probe, check_estimator, circle_work, gaussian, rademacher, ratio
-from curlfree.fieldcheck import check_field
+from curlfree.fieldcheck import check_field, evaluated
 from curlfree.operators import Condition, Field, Operator, jacobian, per_sample
 from curlfree.penalty import restrict
 from curlfree.processes import Process
@@ -123,7 +123,7 @@ def audit(
     """Measure a field's asymmetry at many noise levels.
 
     Args:
-        field: the vector field; a network in evaluation mode.
+        field: the vector field; modules are put in evaluation mode, and back.
         x0: clean data, of shape (N, *event).
         process: the schedule, which gives the levels.
         levels: how many levels, equally spaced in time, or the levels themselves.
@@ -162,28 +162,29 @@ def audit(
     )
     if len(sigmas) == 0:
         raise ValueError("audit needs at least one noise level, got none")
-    few = torch.arange(2, device=x0.device)
-    for sigma in (sigmas.max(), sigmas.min()):
-        check_field(field, x0[:2], sigma.to(x0).expand(2), condition=restrict(condition, few, rows))
-    table = []
-    for sigma in sigmas:
-        parts = []
-        for start in range(0, len(x0), batch):
-            chosen = torch.arange(start, min(start + batch, len(x0)), device=x0.device)
-            parts.append(
-                _measure(
-                    field,
-                    x0[chosen],
-                    sigma.to(x0).expand(len(chosen)),
-                    probes=probes,
-                    nodes=nodes,
-                    estimator=estimator,
-                    probe=probe,
-                    generator=generator,
-                    condition=restrict(condition, chosen, rows),
+    with evaluated(field):
+        few = torch.arange(2, device=x0.device)
+        for sigma in (sigmas.max(), sigmas.min()):
+            check_field(field, x0[:2], sigma.to(x0).expand(2), condition=restrict(condition, few, rows))
+        table = []
+        for sigma in sigmas:
+            parts = []
+            for start in range(0, len(x0), batch):
+                chosen = torch.arange(start, min(start + batch, len(x0)), device=x0.device)
+                parts.append(
+                    _measure(
+                        field,
+                        x0[chosen],
+                        sigma.to(x0).expand(len(chosen)),
+                        probes=probes,
+                        nodes=nodes,
+                        estimator=estimator,
+                        probe=probe,
+                        generator=generator,
+                        condition=restrict(condition, chosen, rows),
+                    )
                 )
-            )
-        table.append(_level(float(sigma), {k: torch.cat([p[k] for p in parts]) for k in parts[0]}))
+            table.append(_level(float(sigma), {k: torch.cat([p[k] for p in parts]) for k in parts[0]}))
     return Audit(table)
 
 

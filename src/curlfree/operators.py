@@ -19,7 +19,7 @@ for ``J v``, with the same random choices: nothing is differentiated twice, and 
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import check_batch, check_value
-from curlfree.mended import TWICE_BACKWARD, Mended
+from curlfree.mended import TWICE_BACKWARD, Mended, run_backward
 
 Condition = Mapping[str, Any]
 
@@ -204,7 +204,8 @@ def central_difference(
         x: points, of shape (B, *event).
         sigma: noise levels, of shape (B,), or None.
         step: the step in units of sigma; by default the fourth root of the precision, 0.019 in float32
-            (between rounding and truncation: the flat optimum measured there is 0.01 to 0.03).
+            (between rounding and truncation: the flat optimum measured there is 0.01 to 0.03). Autocast is
+            left for these evaluations.
         condition: keyword arguments for the field.
 
     Returns:
@@ -216,7 +217,12 @@ def central_difference(
     """
     check_batch(x, sigma)
     replay = Replay(x.device)
-    value = field(x, sigma, **(condition or {}))
+
+    def evaluated(y: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):  # half precision inside would pass for curvature
+            return field(y, sigma, **(condition or {}))
+
+    value = evaluated(x)
     check_value(value, x)
     if min(torch.finfo(value.dtype).bits, torch.finfo(x.dtype).bits) < 32:
         raise TypeError(
@@ -228,7 +234,7 @@ def central_difference(
 
     def at(y: Tensor) -> Tensor:
         with replay:
-            return field(y, sigma, **(condition or {}))
+            return evaluated(y)
 
     def mv(v: Tensor) -> Tensor:
         v = v.to(x.dtype)
@@ -300,8 +306,8 @@ def second_order() -> Iterator[None]:
 
     The fused attention kernels have no second derivative and no forward-mode rule, so attention runs as plain
     softmax products; normalisations run as elementary operations (`curlfree.mended`); a network wrapped in
-    `torch.compile` runs eagerly, because AOTAutograd's backward cannot be differentiated. Inside a trace (the
-    user compiles the whole loss) nothing is changed.
+    `torch.compile` runs eagerly, because AOTAutograd's backward cannot be differentiated. Inside a trace
+    nothing is changed.
 
     Activation checkpointing evaluates once more in the backward pass: where it encloses fused attention or
     compiled parts, put the whole training step, with its ``.backward()``, inside ``with second_order():``.
@@ -311,10 +317,23 @@ def second_order() -> Iterator[None]:
         return
     with sdpa_kernel(SDPBackend.MATH), Mended(TWICE_BACKWARD):
         if "torch._dynamo" in sys.modules:  # nothing can be compiled before it is imported, and that is slow
-            with torch.compiler.set_stance("force_eager"):
+            with _eagerly():
                 yield
         else:
             yield
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        except RuntimeError as error:  # in a part of a compiled function that dynamo left to Python
+            raise ValueError(
+                "the products of a Jacobian cannot be taken inside a compiled function: expected "
+                "torch.compile around the network, not around the loss"
+            ) from error
+        yield
 
 
 def flat(v: Tensor) -> Tensor:
@@ -380,13 +399,13 @@ def gradient(
         raise ValueError(otherwise)
     try:
         with torch.inference_mode(False):
-            (slope,) = torch.autograd.grad(
+            (slope,) = run_backward(
                 output,
-                point,
                 outside_inference(weight),
-                create_graph=create_graph,
+                (point,),
                 retain_graph=True,
-                allow_unused=True,
+                create_graph=create_graph,
+                accumulate_grad=False,
             )
     except CheckpointError as error:
         raise ValueError(
