@@ -59,7 +59,7 @@ def gradient(
     half = arm not in ("fp32", "tf32")
     with tf32(arm not in ("fp32", "q fp32")):
         with frozen(net), torch.autocast(device, torch.bfloat16, enabled=arm == "bf16"):
-            _, Jv, JTv = products(net, x.clone().requires_grad_(), sigma, v, condition)
+            _, (Jv,), (JTv,) = products(net, x.clone().requires_grad_(), sigma, (v,), condition)
         q = Jv - JTv
         with torch.autocast(device, torch.bfloat16, enabled=half):
             _, (Jv, Jq) = directional(net, x, sigma, (v, q), condition)

@@ -104,7 +104,7 @@ def value_variance(net: NCSNpp, data: Tensor, seed: int, photos: int, draws: int
             for matrix, a in zip(J, asym, strict=True):
                 operator = Operator.from_matrix(matrix.expand(draws, -1, -1))
                 draw = partial(estimators.rademacher, operator.like, generator)
-                value = estimators.ESTIMATORS[name](operator, draw)[0]
+                value = estimators.ESTIMATORS[name].moments(operator, draw)[0]
                 second += float(value.var() / a**2) / photos
                 mean += float(value.mean() / a) / photos
             row[name] = {"relative_variance": second, "mean_over_exact": mean}
@@ -133,7 +133,7 @@ def one_backward(name: str) -> Callable:
 
     def step(net: NCSNpp, x: Tensor, sigma: Tensor, z: Tensor, generator: torch.Generator) -> None:
         s, J = (central_difference if name == "loop" else jacobian)(net, x, sigma)
-        asym = estimators.ESTIMATORS[name](J, lambda: estimators.rademacher(x, generator))[0]
+        asym = estimators.ESTIMATORS[name].moments(J, lambda: estimators.rademacher(x, generator))[0]
         level = sigma[:, None, None, None]
         dsm = 0.5 * inner(s + z / level, s + z / level)
         (sigma**2 * dsm + sigma**4 * asym).mean().backward()
@@ -147,7 +147,7 @@ def dual_step(name: str) -> Callable:
     def step(net: NCSNpp, x: Tensor, sigma: Tensor, z: Tensor, generator: torch.Generator) -> None:
         level = sigma[:, None, None, None]
         dsm = cf.esm(net, x, sigma, -z / level)
-        asym = penalty.dual(net, x, sigma, estimators.rademacher(x, generator), estimator=name)
+        asym = penalty.dual(net, x, sigma, (estimators.rademacher(x, generator),), estimator=name)
         (sigma**2 * dsm + sigma**4 * asym).mean().backward()
 
     return step

@@ -34,7 +34,7 @@ def draws(name: str, probe: estimators.Probe, matrix: Tensor = J, n: int = DRAWS
     """n independent draws of an estimator on one matrix: a batch of n copies."""
     operator = Operator.from_matrix(matrix.expand(n, *matrix.shape))
     generator = rng(7)
-    return ESTIMATORS[name](operator, lambda: probe(operator.like, generator))
+    return ESTIMATORS[name].moments(operator, lambda: probe(operator.like, generator))
 
 
 def z_score(samples: Tensor, truth: Tensor | float) -> float:
@@ -178,7 +178,7 @@ def test_probes_are_averaged_over_one_evaluation() -> None:
         generator, single = rng(1), []
         _, operator = cf.jacobian(net, x)
         for _ in range(3):
-            single.append(ESTIMATORS[name](operator, lambda g=generator: cf.sphere(x, g))[0])
+            single.append(ESTIMATORS[name].moments(operator, lambda g=generator: cf.sphere(x, g))[0])
         found = cf.asymmetry(field, x, estimator=name, probes=3, probe=cf.sphere, generator=rng(1))
         torch.testing.assert_close(found, sum(single) / 3)
     assert len(calls) == 4
@@ -197,7 +197,7 @@ def test_the_bias_of_loops_has_order_two() -> None:
 
     def pair(operator: Operator) -> Tensor:
         left = iter(probes)
-        return ESTIMATORS["loop"](operator, lambda: next(left))[0].detach()
+        return ESTIMATORS["loop"].moments(operator, lambda: next(left))[0].detach()
 
     truth = pair(cf.jacobian(net, x)[1])
     bias = [
@@ -448,6 +448,8 @@ def test_without_a_generator_the_global_state_is_used() -> None:
 
 def test_every_estimator_states_expectation_and_cost() -> None:
     for name, estimator in ESTIMATORS.items():
-        text = inspect.getdoc(estimator)
-        assert "passes" in text, name
+        text = inspect.getdoc(estimator.moments)
+        assert "Cost: " in text or "passes" in text, name
         assert "ariance" in text, name
+        assert "xpectation" in text or not estimator.random, name
+    assert "bias of order h^2" in inspect.getdoc(ESTIMATORS["loop"].moments)

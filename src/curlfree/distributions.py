@@ -161,10 +161,14 @@ class GaussianMixture(Distribution):
         self.std = torch.as_tensor(std, dtype=torch.float64, device=means.device).expand(count)
         weights = torch.ones(count) if weights is None else weights
         self.weights = weights.to(self.means) / weights.sum()
-        if self.weights.shape != (count,) or bool((self.weights < 0).any()) or bool((self.std < 0).any()):
+        if not bool(self.means.isfinite().all()):
+            raise ValueError("a mixture needs finite means, got NaN or inf")
+        good = bool((self.weights >= 0).all()) and bool((self.std >= 0).all() & self.std.isfinite().all())
+        if self.weights.shape != (count,) or not good:
             raise ValueError(
-                f"a mixture of {count} needs {count} weights >= 0 and std >= 0, got weights of shape "
-                f"{tuple(self.weights.shape)} from {self.weights.min():g}, std from {self.std.min():g}"
+                f"a mixture of {count} needs {count} weights >= 0 with a positive sum and finite std >= 0, "
+                f"got weights of shape {tuple(weights.shape)} from {weights.min():g} with sum "
+                f"{weights.sum():g}, std from {self.std.min():g}"
             )
 
     @property

@@ -14,6 +14,7 @@ Energies are callables ``energy(x, sigma) -> (B,)``; `EnergyField` makes their s
 that were trained in other coordinates, with other targets, to ``field(x, sigma)``, once, at the boundary.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,10 @@ class Preconditioned(nn.Module):
 
     def __init__(self, network: Network, *, data_std: float, data_mean: float = 0.0) -> None:
         super().__init__()
+        if not 0 < data_std < math.inf:
+            raise ValueError(
+                f"data_std must be positive and finite, got {data_std}; with 0 the network would have no say"
+            )
         self.network = network
         self.data_std, self.data_mean = data_std, data_mean
 
@@ -241,9 +246,13 @@ class Autoencoder(nn.Module):
         return self.activation(x @ self.W + self.b) @ self.R.T + self.c
 
     def column_angles(self) -> Tensor:
-        """The angles, in [0, pi/2], between the lines of the paired columns of W and R, shape (H,)."""
+        """The angles, in [0, pi/2], between the lines of the paired columns of W and R, shape (H,).
+
+        0 where either column is zero: such a unit adds nothing to the Jacobian.
+        """
         cosine = nn.functional.cosine_similarity(self.W, self.R, dim=0).abs()
-        return torch.acos(cosine.clamp(max=1.0))
+        present = (self.W != 0).any(0) & (self.R != 0).any(0)
+        return torch.acos(cosine.clamp(max=1.0)) * present
 
 
 class LinearField(nn.Module):
@@ -253,6 +262,8 @@ class LinearField(nn.Module):
 
     def __init__(self, A: Tensor) -> None:
         super().__init__()
+        if A.ndim != 2 or A.shape[0] != A.shape[1]:
+            raise ValueError(f"a linear field needs a square matrix, got shape {tuple(A.shape)}")
         self.register_buffer("A", A)
 
     def forward(self, x: Tensor, sigma: Tensor | None = None) -> Tensor:

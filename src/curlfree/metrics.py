@@ -144,9 +144,10 @@ def audit(
         ValueError: as `jacobian` and `check_field`; fewer than two images; an odd number of nodes.
     """
     check_batch(x0, None)
-    check_estimator(estimator, probes)
-    if estimator == "loop":
-        raise ValueError("audit linearises the field once per level; use 'pair', which 'loop' approximates")
+    if check_estimator(estimator, probes).linearise is not jacobian:
+        raise ValueError(
+            f"audit linearises the field by autodiff, once per level: {estimator!r} does not; use 'pair'"
+        )
     if nodes < 6 or nodes % 2:
         raise ValueError(f"nodes must be an even number of at least 6, got {nodes}")
     if batch < 1:
@@ -156,9 +157,9 @@ def audit(
     if x0.shape[0] < 2:
         raise ValueError(f"a standard error needs at least two images, got {x0.shape[0]}")
     sigmas = (
-        process.levels(levels)
+        process.levels(max(levels, 0))
         if isinstance(levels, int)
-        else torch.as_tensor(levels, dtype=torch.float64).sort(descending=True).values
+        else torch.as_tensor(levels, dtype=torch.float64).flatten().sort(descending=True).values
     )
     if len(sigmas) == 0:
         raise ValueError("audit needs at least one noise level, got none")
@@ -204,16 +205,16 @@ def _measure(
     """Each image's estimates at one level, in float64 on the CPU."""
     level = per_sample(sigma, x0)
     _, J = jacobian(field, x0 + level * gaussian(x0, generator), sigma, condition=condition)
-    if estimator in ("exact", "trace"):
+    chosen = check_estimator(estimator, probes)
+    if not chosen.random:
         J, probes = Operator.from_matrix(J.dense(), tuple(x0.shape[1:])), 1
     identity = Operator(lambda v: v, lambda u: u, J.like)
-    estimate = check_estimator(estimator, probes)
     draws: dict[str, list[Tensor]] = {"asym": [], "norm2": [], "nasym": [], "denoiser_norm2": []}
     for _ in range(probes):
         known = _remembering(J)
         vs = probe(J.like, generator), probe(J.like, generator)
-        a, n = estimate(known, iter(vs).__next__)
-        _, n_D = estimate(identity + sigma.square() * known, iter(vs).__next__)
+        a, n = chosen.moments(known, iter(vs).__next__)
+        _, n_D = chosen.moments(identity + sigma.square() * known, iter(vs).__next__)
         for name, value in zip(draws, (a, n, ratio(a, n), n_D), strict=True):
             draws[name].append(value)
     z1, z2 = gaussian(x0, generator), gaussian(x0, generator)

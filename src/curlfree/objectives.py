@@ -12,6 +12,7 @@ penalty proportional to sigma^-2: with the paper's levels, 0.01 to 50, a statist
 which halves the effective lambda; here it is kept everywhere.)
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from curlfree.checks import check_batch, check_value
 from curlfree.estimators import Probe, rademacher
 from curlfree.operators import Condition, Field, inner, jacobian, per_sample
-from curlfree.penalty import Form, qc_loss
+from curlfree.penalty import Form, check_weight, qc_loss
 
 Weighting = Callable[[Tensor], Tensor]
 
@@ -142,7 +143,9 @@ def total_loss(
             f"score_matching must have one loss per sample, shape ({x.shape[0]},), got "
             f"{tuple(score_matching.shape)}; leave the mean to total_loss"
         )
-    weight = 1.0 if sigma is None else weighting(sigma)
+    if not math.isfinite(lmbda):
+        raise ValueError(f"lmbda must be finite, got {lmbda}")
+    weight = check_weight(1.0 if sigma is None else weighting(sigma), x)
     sm = (weight * score_matching).mean()
     if lmbda == 0:
         return Loss(sm, sm.detach(), torch.zeros_like(sm))

@@ -367,7 +367,8 @@ def check_has_gradient(value: Tensor) -> None:
     if not value.requires_grad:
         raise ValueError(
             "the field's value has no gradient: expected operations that autograd can follow from x; "
-            "remove .detach(), torch.no_grad() or conversions to NumPy inside the field"
+            "remove .detach(), torch.no_grad() or conversions to NumPy inside the field, or add 0 * x to a "
+            "constant field"
         )
 
 

@@ -20,11 +20,12 @@ one); the scalar returned here has the estimate's value and the surrogate's grad
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from curlfree.checks import can_look, check_batch, check_finite, check_value
@@ -97,18 +98,11 @@ def qc_loss(
         >>> loss = dsm + cf.qc_loss(net, x, sigma, weight=1e-4 * sigma**2)  # doctest: +SKIP
     """
     check_batch(x, sigma)
-    check_estimator(estimator, probes)
     weight = check_weight(weight, x)
     if fraction == "auto":
         fraction = AUTO_FRACTION
-    if isinstance(fraction, str) or not 0 < fraction <= 1:
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1] or 'auto', got {fraction!r}")
-    if form == "dual" and estimator not in DUALS:
-        raise ValueError(
-            f"the detached dual exists for {' and '.join(DUALS)}, got {estimator!r}; use form='double'"
-        )
-    if form not in ("auto", "double", "dual"):
-        raise ValueError(f"unknown form {form!r}; expected 'auto', 'double' or 'dual'")
     x = x.detach()
     if fraction < 1:
         chosen = subset(x.shape[0], fraction, generator, x.device)
@@ -142,8 +136,16 @@ def estimates(
 ) -> Tensor:
     """What `qc_loss` averages: one estimate of the asymmetry per sample, shape (B,), with its gradient.
 
-    For loops that choose the samples themselves; the arguments are those of `qc_loss`.
+    For loops that choose the samples themselves; arguments and errors are those of `qc_loss`.
     """
+    check_batch(x, sigma)
+    check_estimator(estimator, probes)
+    if form not in ("auto", "double", "dual"):
+        raise ValueError(f"unknown form {form!r}; expected 'auto', 'double' or 'dual'")
+    if form == "dual" and estimator not in DUALS:
+        raise ValueError(
+            f"the detached dual exists for {' and '.join(DUALS)}, got {estimator!r}; use form='double'"
+        )
     own = hasattr(field, "tangents") and estimator in DUALS
     if form == "double" or (form == "auto" and not own):
         return asymmetry(
@@ -156,11 +158,8 @@ def estimates(
             generator=generator,
             condition=condition,
         )
-    draws = [
-        dual(field, x, sigma, probe(x, generator), estimator=estimator, condition=condition)
-        for _ in range(probes)
-    ]
-    return sum(draws[1:], draws[0]) / probes
+    vs = tuple(probe(x, generator) for _ in range(probes))
+    return dual(field, x, sigma, vs, estimator=estimator, condition=condition)
 
 
 def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
@@ -188,32 +187,36 @@ def subset(batch: int, fraction: float, generator: torch.Generator | None, devic
 
 
 def restrict(condition: Condition | None, chosen: Tensor, batch: int) -> Condition | None:
-    """The conditioning arguments of the chosen samples; whatever has no row per sample is passed as it is."""
+    """The conditioning arguments of the chosen samples, inside lists and dictionaries, too.
+
+    Whatever has no row per sample is passed as it is.
+    """
     if condition is None:
         return None
-    return {
-        name: value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
-        for name, value in condition.items()
-    }
+
+    def rows(value: Any) -> Any:
+        return value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
+
+    return {name: tree_map(rows, value) for name, value in condition.items()}
 
 
 def dual(
     field: Field,
     x: Tensor,
     sigma: Tensor | None,
-    v: Tensor,
+    vs: tuple[Tensor, ...],
     *,
     estimator: str = "skew",
     condition: Condition | None = None,
 ) -> Tensor:
-    """One estimate per sample, shape (B,), whose gradient takes one ordinary backward (the detached dual).
+    """The probes' mean estimate per sample, shape (B,), for one ordinary backward (the detached dual).
 
     Args:
         field: the vector field; its random choices (dropout) are drawn once and replayed, or given to both
             passes if it has a method ``draw_masks(B)`` and an argument `masks`.
         x: points, of shape (B, *event).
         sigma: noise levels, of shape (B,), or None.
-        v: the probe, like x.
+        vs: the probes, each like x; all share both passes.
         estimator: "skew" or "paper".
         condition: keyword arguments for the field.
 
@@ -224,39 +227,48 @@ def dual(
     with torch.inference_mode(False), torch.enable_grad():
         condition, replay = same_choices(field, x, condition)
         point = differentiable_point(x.detach().clone())  # forward mode refuses expanded tensors
-        v, sigma = outside_inference(v), outside_inference(sigma)
+        vs, sigma = tuple(outside_inference(v) for v in vs), outside_inference(sigma)
         with frozen(field), torch.autocast(x.device.type, enabled=False):
-            value, Jv, JTv = products(field, point, sigma, v, condition)
-        estimate, left, right = DUALS[estimator](v, Jv, JTv)
+            value, Jvs, JTvs = products(field, point, sigma, vs, condition)
+        found = [DUALS[estimator](*three) for three in zip(vs, Jvs, JTvs, strict=True)]
+        estimates, lefts, rights = zip(*found, strict=True)
         with replay:
-            again, (Jv, Jr) = directional(field, point.detach(), sigma, (v, right), condition)
+            again, Js = directional(field, point.detach(), sigma, (*vs, *rights), condition)
     comparable = isinstance(replay, Replay) and not torch.is_autocast_enabled(x.device.type)
     if comparable and can_look(value) and not torch.equal(value, again):
         raise ValueError(
             "the field gave two values at one point although the random state was replayed: expected random "
             "choices from PyTorch's own generators; use form='double', which evaluates the field once"
         )
-    surrogate = inner(left, Jv) + inner(v, Jr)
-    return estimate + (surrogate - surrogate.detach())
+    slopes = [inner(a, b) for a, b in zip((*lefts, *vs), Js, strict=True)]
+    surrogate = sum(slopes[1:], slopes[0]) / len(vs)
+    return sum(estimates[1:], estimates[0]) / len(vs) + (surrogate - surrogate.detach())
 
 
 def products(
-    field: Field, point: Tensor, sigma: Tensor | None, v: Tensor, condition: Condition | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The field's value, ``J v`` and ``J^T v`` from one evaluation, without the parameters' graph.
+    field: Field,
+    point: Tensor,
+    sigma: Tensor | None,
+    vs: tuple[Tensor, ...],
+    condition: Condition | None = None,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The field's value, ``J v`` and ``J^T v`` for each v, without the parameters' graph.
 
     Raises:
         ValueError: as `dual`.
     """
-    value, (Jv,) = directional(field, point, sigma, (v,), condition)
+    value, Jvs = directional(field, point, sigma, vs, condition)
     check_has_gradient(value)
     try:
-        (JTv,) = torch.autograd.grad(value, point, v.to(value.dtype))
+        JTvs = [
+            torch.autograd.grad(value, point, v.to(value.dtype), retain_graph=i + 1 < len(vs))[0]
+            for i, v in enumerate(vs)
+        ]
     except CheckpointError as error:
         raise ValueError(
             "activation checkpointing does not recompute forward-mode tangents; use form='double'"
         ) from error
-    return value.detach(), Jv.detach(), JTv
+    return value.detach(), [Jv.detach() for Jv in Jvs], JTvs
 
 
 Dual = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -311,7 +323,8 @@ def _forward_mode(
         except NotImplementedError as error:
             raise ValueError(
                 "the detached dual needs forward-mode derivatives, and the field uses an operation that has "
-                f"none; use form='double' ({str(error).splitlines()[0]})"
+                f"none; use form='double' ({str(error).splitlines()[0]}); of DistributedDataParallel with "
+                "unused parameters or a static graph give the bare module"
             ) from error
         check_value(out, x)
         value, Jv = forward_ad.unpack_dual(out)
@@ -337,11 +350,29 @@ def algorithm1(
     A reference for tests and benchmarks; `qc_loss` with estimator="paper" has the same gradient at 0.7 of the
     cost. The stop-gradient cuts the graph of v^T J, and stage (5) puts back the gradient that was lost.
 
+    Args:
+        field: the vector field.
+        x: points, of shape (B, *event).
+        sigma: noise levels, of shape (B,), or None.
+        v: the probe, like x.
+        weight: a number or one per sample, shape (B,).
+        condition: keyword arguments for the field.
+
     Returns:
         The detached loss, the mean over the batch of weight times ``v^T J J^T v - v^T J J v``.
+
+    Raises:
+        TypeError: as `qc_loss`.
+        ValueError: as `qc_loss`; v is not like x.
     """
+    check_batch(x, sigma)
+    weight = check_weight(weight, x)
+    if v.shape != x.shape:
+        raise ValueError(f"v must have x's shape {tuple(x.shape)}, got {tuple(v.shape)}")
     x = x.detach().requires_grad_()
     s = field(x, sigma, **(condition or {}))
+    check_value(s, x)
+    check_has_gradient(s)
     (vJ,) = torch.autograd.grad(inner(v, s).sum(), x, create_graph=True)  # (1)
     vJ_sg = vJ.detach().requires_grad_()
     (vJJ,) = torch.autograd.grad(inner(vJ_sg, s).sum(), x, create_graph=True)  # (2)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from curlfree.checks import can_look
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process(ABC):
@@ -228,6 +230,10 @@ class Discrete(Process):
         object.__setattr__(self, "t_max", min(self.t_max, len(table) - 1.0))
         self._check_times(0.0, len(table) - 1.0)
 
+    def _covers(self, sigma: Tensor) -> Tensor:
+        """Which levels are inside the table, up to rounding."""
+        return (sigma >= self.sigmas[0] * (1 - 1e-4)) & (sigma <= self.sigmas[-1] * (1 + 1e-4))
+
     def _table(self, like: Tensor) -> Tensor:
         return torch.tensor(self.sigmas, dtype=like.dtype, device=like.device).log()
 
@@ -243,6 +249,11 @@ class Discrete(Process):
 
     def time(self, sigma: Tensor) -> Tensor:  # noqa: D102
         table = self._table(sigma)
+        if can_look(sigma) and not bool(self._covers(sigma).all()):
+            raise ValueError(
+                f"the network knows noise levels from {self.sigmas[0]:g} to {self.sigmas[-1]:g}: expected "
+                f"sigma in that range, got [{sigma.min():g}, {sigma.max():g}]; give the samplers this process"
+            )
         low = (torch.searchsorted(table, sigma.log().contiguous(), right=True) - 1).clamp(0, len(table) - 2)
         return low + (sigma.log() - table[low]) / (table[low + 1] - table[low])
 

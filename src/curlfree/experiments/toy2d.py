@@ -43,6 +43,7 @@ from curlfree.processes import VE
 from curlfree.provenance import provenance
 
 SEEDS = 5
+VERSION = 2  # of networks, draws, training and evaluation: what was kept by another is not used again
 STEPS, BATCH = 4000, 1000
 DEMO_SET, DEMO_ARMS, DEMO_STEPS, DEMO_BATCH = "checkerboard", ("C+", "U+", "QC+"), 2000, 256
 DEMO_SIZES = Sizes(level=2000, nll=2000, samples=2000)
@@ -178,6 +179,7 @@ def threads(count: int) -> Iterator[None]:
 def describe(task: Task, count: int) -> dict[str, Any]:
     """The constants that a model is made from, as plain JSON."""
     return {
+        "version": VERSION,
         "set": task.key,
         "arm": task.name,
         "lambda": task.arm.lmbda,
@@ -229,7 +231,7 @@ def truth(task: Task, sizes: Sizes, device: torch.device, folder: Path) -> dict[
             "mismatch": prior_mismatch(data, wide),
         }
 
-    constants = {"set": task.key, "sizes": asdict(sizes), "levels": list(LEVELS)}
+    constants = {"version": VERSION, "set": task.key, "sizes": asdict(sizes), "levels": list(LEVELS)}
     found: dict[str, Any] = kept(folder / f"{task.key}.truth.json", constants, measure)
     return found
 

@@ -231,7 +231,7 @@ def published(
     Args:
         field: the score model with the weights of the last step, of one stacked network per seed.
         problem: the data.
-        seeds: name the training sets, which are also the test sets.
+        seeds: name the noise; the training set, which is also the test set, is one.
         sizes: how many points; the likelihood takes five times as many as the corrected one, all 50,000.
         device: where.
 
@@ -278,7 +278,7 @@ class PublishedLevel(NamedTuple):
 
 
 class PublishedSet(NamedTuple):
-    """What all models are measured on by the authors' rules; `points` are the training sets, (S, n, 2)."""
+    """What all models are measured on by the authors' rules; `points` is the training set S times, (S, n, 2)."""
 
     levels: tuple[PublishedLevel, ...]
     points: Tensor
@@ -288,17 +288,27 @@ class PublishedSet(NamedTuple):
 def published_set(
     problem: Problem, seeds: tuple[int, ...], sizes: Sizes, device: torch.device
 ) -> PublishedSet:
-    """The training sets with noise and the scores to compare with; kept, since all arms need them."""
-    sets = torch.stack([training_set(problem, seed, TRAINING_POINTS, device) for seed in seeds])
-    clean, levels = sets[:, : sizes.level].flatten(0, 1), []
+    """The training set with noise and the scores to compare with; kept, since all arms need them.
+
+    As in the authors' program the points and the kernels' centres get independent noise.
+    """
+    points, levels = training_set(problem, TRAINING_POINTS, device), []
+    clean = points[: sizes.level].repeat(len(seeds), 1)
+
+    def noise(like: Tensor, *name: str | int) -> Tensor:
+        sources = (stream(seed, *name, device=device) for seed in seeds)
+        return torch.stack([torch.randn(like.shape, generator=g, device=device) for g in sources])
+
     for n in range(10):
         blur, asked = 0.1 * 30 ** (n / 11), 0.1 * 30 ** ((n + 1) / 10)
-        sources = (stream(seed, "published", n, device=device) for seed in seeds)
-        noise = torch.stack([torch.randn(sets.shape[1:], generator=g, device=device) for g in sources])
-        z, sigma = noise[:, : sizes.level].flatten(0, 1), sets.new_full((len(clean),), asked)
+        z, sigma = (
+            noise(points[: sizes.level], "published", n).flatten(0, 1),
+            clean.new_full((len(clean),), asked),
+        )
         x, matched = clean + blur * z, clean + asked * z
-        pairs = zip(x.chunk(len(seeds)), sets + blur * noise, strict=True)
-        kernel = torch.cat([kernel_score(own, centres, blur) for own, centres in pairs])
+        centres = points + blur * noise(points, "published kernels", n)
+        pairs = zip(x.chunk(len(seeds)), centres, strict=True)
+        kernel = torch.cat([kernel_score(own, blurred, blur) for own, blurred in pairs])
         levels.append(
             PublishedLevel(
                 Level(x, sigma, -z / blur, kernel),
@@ -306,7 +316,7 @@ def published_set(
                 Level(matched, sigma, -z / asked, problem.data.score(matched, sigma)),
             )
         )
-    return PublishedSet(tuple(levels), sets)
+    return PublishedSet(tuple(levels), points.expand(len(seeds), -1, -1))
 
 
 def published_likelihood(field: Field, problem: Problem, x: Tensor) -> list[dict[str, float]]:

@@ -6,8 +6,8 @@ denoising loss without the 1/2 of Eq. 5 (`Recipe.scale` = 2), so that its lambda
 U+, C+ and QC+ are the same three on a denoiser of unit variance (`curlfree.fields.Preconditioned`).
 
 The seeds of an arm are one program: stacked networks see S * B points, B of each seed. Every seed draws its
-weights, data, order, levels, noise and probes from streams of its own (`curlfree.seeds.stream`), a hundred
-steps at a time; clipping and averaging are per seed, and Adam works on each number alone. So each seed's run
+weights, points (or the order of the paper's fixed ones), levels, noise and probes from streams of its own
+(`curlfree.seeds.stream`), a hundred steps at a time; clipping and averaging are per seed, and Adam works on each number alone. So each seed's run
 is the run that it would be by itself.
 """
 
@@ -206,9 +206,9 @@ class Draws(NamedTuple):
     v: Tensor
 
 
-def training_set(problem: Problem, seed: int, points: int, device: torch.device) -> Tensor:
-    """A seed's fixed training points, shape (points, 2)."""
-    return problem.published.sample(points, stream(seed, "training set", device=device))
+def training_set(problem: Problem, points: int, device: torch.device) -> Tensor:
+    """The fixed training points, shape (points, 2), the same for all seeds: the authors drew them once."""
+    return problem.published.sample(points, stream(0, "training set", device=device))
 
 
 def draws(recipe: Recipe, problem: Problem, seeds: Sequence[int], device: torch.device) -> Iterator[Draws]:
@@ -235,7 +235,7 @@ def clean_points(recipe: Recipe, problem: Problem, seed: int, device: torch.devi
     Fresh ones, or passes through the training set in ever new orders.
     """
     count, shape = CHUNK * recipe.batch, (CHUNK, recipe.batch, 2)
-    fixed = None if recipe.points is None else training_set(problem, seed, recipe.points, device)
+    fixed = None if recipe.points is None else training_set(problem, recipe.points, device)
     for chunk in range(math.ceil(recipe.steps / CHUNK)):
         if fixed is None:
             yield problem.data.sample(count, stream(seed, chunk, "data", device=device)).view(shape)
@@ -272,7 +272,7 @@ def descend(
     parameters = list(field.parameters())
     gradients = torch.autograd.grad(step_loss(field, draw, recipe, arm, copies), parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)  # in its layout: fused Adam reads memory
     norms = clip_gradients(field, copies, recipe.clip)
     optimizer.step()
     return norms
