@@ -214,13 +214,13 @@ def test_corrected_evaluation_sees_a_known_error() -> None:
 
 
 def test_published_oracle_is_blurred_twice_and_asked_elsewhere() -> None:
-    """A perfect model (8-Gaussian) has an error of 0.009, of 0.13 by kernels; the oracle has one of 0."""
+    """A perfect model (8-Gaussian) has an error of 0.009, of 0.2 by kernels; the oracle has one of 0."""
     problem, truth = PROBLEMS["8gaussian"], Truth("8gaussian")
     sizes = Sizes(2000, 20, 50)
     perfect = published(truth, problem, [0], sizes, CPU)[0]
     assert perfect["score_error_limit"] == pytest.approx(0.009, abs=0.002)
     assert perfect["score_error_matched"] == 0
-    assert perfect["score_error"] == pytest.approx(0.13, abs=0.02)
+    assert perfect["score_error"] == pytest.approx(0.2, abs=0.03)
 
     def mistaken(x: Tensor, sigma: Tensor | None, /, **condition: Any) -> Tensor:
         assert sigma is not None

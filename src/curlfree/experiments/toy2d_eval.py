@@ -278,7 +278,7 @@ class PublishedLevel(NamedTuple):
 
 
 class PublishedSet(NamedTuple):
-    """What all models are measured on by the authors' rules; `points` is the training set S times, (S, n, 2)."""
+    """What all models are measured on by the authors' rules; `points` S times the training set."""
 
     levels: tuple[PublishedLevel, ...]
     points: Tensor

@@ -7,8 +7,8 @@ U+, C+ and QC+ are the same three on a denoiser of unit variance (`curlfree.fiel
 
 The seeds of an arm are one program: stacked networks see S * B points, B of each seed. Every seed draws its
 weights, points (or the order of the paper's fixed ones), levels, noise and probes from streams of its own
-(`curlfree.seeds.stream`), a hundred steps at a time; clipping and averaging are per seed, and Adam works on each number alone. So each seed's run
-is the run that it would be by itself.
+(`curlfree.seeds.stream`), a hundred steps at a time; clipping and averaging are per seed, and Adam works on
+each number alone. So each seed's run is the run that it would be by itself.
 """
 
 import math
