@@ -266,26 +266,26 @@ def test_what_is_kept_is_used_only_for_the_same_constants(tmp_path: Path) -> Non
 
 
 def test_models_are_resumed_not_retrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = next(t for t in toy2d.plan("corrected", True) if t.name == "QC+")
+    task = next(t for t in toy2d.plan("corrected", True, 2) if t.name == "QC+")
     task = replace(task, recipe=plus_recipe(3, 8))
     steps: list[int] = []
-    made = toy2d.kept_model(task, 2, CPU, tmp_path, lambda: steps.append(1))
+    made = toy2d.kept_model(task, CPU, tmp_path, lambda: steps.append(1))
     with monkeypatch.context() as patch:
         patch.setattr(toy2d, "train", None)
-        again = toy2d.kept_model(task, 2, CPU, tmp_path, lambda: steps.append(1))
+        again = toy2d.kept_model(task, CPU, tmp_path, lambda: steps.append(1))
     assert len(steps) == 6
     for a, b in zip(made.field.parameters(), again.field.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(made.average[n], again.average[n]) for n in made.average)
     longer = replace(task, recipe=plus_recipe(4, 8))
-    assert toy2d.kept_model(longer, 2, CPU, tmp_path, lambda: steps.append(1)) is not None
+    assert toy2d.kept_model(longer, CPU, tmp_path, lambda: steps.append(1)) is not None
     assert len(steps) == 10
 
 
 def test_plan_has_every_arm_of_each_mode() -> None:
-    full = toy2d.plan("corrected", False)
+    full = toy2d.plan("corrected", False, 5)
     assert len(full) == 3 * (len(PAPER_ARMS) + len(PLUS_ARMS))
-    assert {t.name for t in toy2d.plan("paper", False)} == set(PAPER_ARMS)
+    assert {t.name for t in toy2d.plan("paper", False, 5)} == set(PAPER_ARMS)
     assert len({t.stem for t in full}) == len(full)
     assert {t.key for t in full} == set(toy2d_page.PAPER)
     assert list(lambda_sweep(PLUS_ARMS).values()) == ["U+", "QC+ 0.01", "QC+ 0.03", "QC+", "QC+ 0.3", "QC+ 1"]

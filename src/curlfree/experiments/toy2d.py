@@ -11,7 +11,7 @@ too, and measures these models (with averaged weights) and ours by the exact sco
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ class Task:
         name: the arm's name.
         arm: what is trained.
         recipe: how.
+        seeds: how many consecutive seeds, all in one program.
         by_rules: whether it is measured by the rules of the authors' program.
         by_truth: whether it is measured by the exact score.
     """
@@ -66,6 +67,7 @@ class Task:
     name: str
     arm: Arm
     recipe: Recipe
+    seeds: int
     by_rules: bool
     by_truth: bool
 
@@ -85,7 +87,7 @@ class Task:
         return f"{self.key}-{self.name}".replace(" ", "_").replace("+", "plus").replace("~", "")
 
 
-def plan(mode: str, quick: bool) -> list[Task]:
+def plan(mode: str, quick: bool, seeds: int) -> list[Task]:
     """What is trained, in order: few arms on one set, the paper's arms, or everything."""
     truth = mode == "corrected"
     tasks = []
@@ -95,11 +97,11 @@ def plan(mode: str, quick: bool) -> list[Task]:
         if not (quick and truth):
             recipe = paper_recipe(DEMO_STEPS if quick else problem.steps)
             recipe = replace(recipe, batch=DEMO_BATCH) if quick else recipe
-            tasks += [Task(key, name, arm, recipe, True, truth) for name, arm in PAPER_ARMS.items()]
+            tasks += [Task(key, name, arm, recipe, seeds, True, truth) for name, arm in PAPER_ARMS.items()]
         if truth:
             recipe = plus_recipe(DEMO_STEPS, DEMO_BATCH) if quick else plus_recipe(STEPS, BATCH)
             names = DEMO_ARMS if quick else tuple(PLUS_ARMS)
-            tasks += [Task(key, name, PLUS_ARMS[name], recipe, False, True) for name in names]
+            tasks += [Task(key, name, PLUS_ARMS[name], recipe, seeds, False, True) for name in names]
     return tasks
 
 
@@ -115,13 +117,26 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
     Returns:
         The record.
     """
+    count = seeds if seeds is not None else 1 if quick else SEEDS
+    tasks = plan(mode, quick, count)
+    return measure(tasks, DEMO_SIZES if quick else Sizes(), mode=mode, quick=quick, out=out)
+
+
+def measure(tasks: Sequence[Task], sizes: Sizes, *, mode: str, quick: bool, out: Path) -> Record:
+    """Train, measure and draw what is asked; `run` asks for what belongs to a mode.
+
+    Args:
+        tasks: sets and arms.
+        sizes: how many points a measurement takes.
+        mode: what the record is called.
+        quick: whether it is the small version.
+        out: as in `run`.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     begin = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    count = seeds if seeds is not None else 1 if quick else SEEDS
-    sizes, tasks = DEMO_SIZES if quick else Sizes(), plan(mode, quick)
     folder = out / "arms"
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"published": {}, "corrected": {}, "sets": {}}
@@ -132,13 +147,13 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
             progress.update(bar, description=f"{task.problem.title}: {task.name}")
             if task.by_truth and task.key not in values["sets"]:
                 values["sets"][task.key] = truth(task, sizes, device, folder)
-            trained = kept_model(task, count, device, folder, lambda: progress.advance(bar))
+            trained = kept_model(task, device, folder, lambda: progress.advance(bar))
             average = with_weights(trained.field, trained.average)
             if task.by_rules:
-                found = by_rules(task, trained.field, count, sizes, device, folder)
+                found = by_rules(task, trained.field, sizes, device, folder)
                 values["published"].setdefault(task.key, {})[task.name] = found
             if task.by_truth:
-                found = by_truth(task, average, count, sizes, device, folder)
+                found = by_truth(task, average, sizes, device, folder)
                 values["corrected"].setdefault(task.key, {})[task.name] = found
             shown = average if task.by_truth else trained.field
             fields.setdefault(task.key, {})[task.name] = select(shown, 0)
@@ -149,11 +164,11 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
         quick=quick,
         summary=toy2d_page.summary(values),
         config={
-            "tasks": [describe(task, count) for task in tasks],
+            "tasks": [describe(task) for task in tasks],
             "sizes": asdict(sizes),
             "levels": list(LEVELS),
         },
-        seeds=list(range(count)),
+        seeds=list(range(max(task.seeds for task in tasks))),
         values=values,
         tables=toy2d_page.tables(values),
         plots=toy2d_figures.draw(values, fields, {(t.key, t.name): t.process for t in tasks}, out),
@@ -176,7 +191,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def describe(task: Task, count: int) -> dict[str, Any]:
+def describe(task: Task) -> dict[str, Any]:
     """The constants that a model is made from, as plain JSON."""
     return {
         "version": VERSION,
@@ -184,31 +199,31 @@ def describe(task: Task, count: int) -> dict[str, Any]:
         "arm": task.name,
         "lambda": task.arm.lmbda,
         "estimator": task.arm.estimator,
-        "seeds": count,
+        "seeds": task.seeds,
         **asdict(task.recipe),
     }
 
 
 def by_rules(
-    task: Task, field: nn.Module, count: int, sizes: Sizes, device: torch.device, folder: Path
+    task: Task, field: nn.Module, sizes: Sizes, device: torch.device, folder: Path
 ) -> list[dict[str, Any]]:
     """Each seed's model measured by the rules of the authors' program."""
     found: list[dict[str, Any]] = kept(
         folder / f"{task.stem}.paper.json",
-        describe(task, count) | {"sizes": asdict(sizes)},
-        lambda: published(field, task.problem, range(count), sizes, device),
+        describe(task) | {"sizes": asdict(sizes)},
+        lambda: published(field, task.problem, range(task.seeds), sizes, device),
     )
     return found
 
 
 def by_truth(
-    task: Task, field: nn.Module, count: int, sizes: Sizes, device: torch.device, folder: Path
+    task: Task, field: nn.Module, sizes: Sizes, device: torch.device, folder: Path
 ) -> list[dict[str, Any]]:
     """Each seed's model measured by the exact score."""
     found: list[dict[str, Any]] = kept(
         folder / f"{task.stem}.corrected.json",
-        describe(task, count) | {"sizes": asdict(sizes), "all_levels": list(LEVELS)},
-        lambda: corrected(field, task.problem, task.process, range(count), sizes, device),
+        describe(task) | {"sizes": asdict(sizes), "all_levels": list(LEVELS)},
+        lambda: corrected(field, task.problem, task.process, range(task.seeds), sizes, device),
     )
     return found
 
@@ -249,12 +264,10 @@ def kept(path: Path, constants: dict[str, Any], measure: Callable[[], Any]) -> A
     return values
 
 
-def kept_model(
-    task: Task, count: int, device: torch.device, folder: Path, advance: Callable[[], None]
-) -> Trained:
+def kept_model(task: Task, device: torch.device, folder: Path, advance: Callable[[], None]) -> Trained:
     """The trained models of a task: read if they were made from the same constants, otherwise trained."""
-    path, seeds = folder / f"{task.stem}.safetensors", range(count)
-    constants = json.dumps(describe(task, count))
+    path, seeds = folder / f"{task.stem}.safetensors", range(task.seeds)
+    constants = json.dumps(describe(task))
     field = task.arm.build(task.problem, seeds).to(device).requires_grad_(False)
     if path.is_file():
         with safe_open(path, framework="pt", device=str(device)) as file:
