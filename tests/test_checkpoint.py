@@ -108,3 +108,22 @@ def test_the_manifest_lists_every_file(tmp_path):
     path = ckpt.save(tmp_path, some(1))
     manifest = json.loads((path / "manifest.json").read_text())
     assert {file.name for file in path.iterdir()} == {*manifest, "manifest.json"}
+
+
+def test_weights_of_another_network_are_refused_by_name_before_any_is_copied():
+    field = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    before = {name: p.detach().clone() for name, p in field.named_parameters()}
+    good = {name: torch.ones_like(p) for name, p in before.items()}
+    for change, message in (
+        ({"1.bias": None}, "1.bias is missing"),
+        ({"2.bias": torch.zeros(1)}, "2.bias is not part of this network"),
+        ({"1.weight": torch.zeros(3, 1)}, r"1.weight has shape \(3, 1\), expected \(1, 3\)"),
+    ):
+        bad = {name: tensor for name, tensor in (good | change).items() if tensor is not None}
+        with pytest.raises(ValueError, match=f"here does not fit the network: {message}; choose"):
+            ckpt.put(field, bad, "here")
+    with pytest.raises(ValueError, match=r"0\.weight is missing.* and 3 more"):
+        ckpt.check_weights({f"x{i}": torch.zeros(1) for i in range(4)}, field, "here")
+    assert equal(dict(field.named_parameters()), before)
+    ckpt.put(field, good, "here")
+    assert equal(dict(field.named_parameters()), good)

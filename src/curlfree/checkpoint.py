@@ -24,9 +24,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
@@ -180,6 +181,46 @@ def load_weights(path: Path, *, ema: bool) -> dict[str, Tensor]:
     """
     verify(path)
     return _tensors(path / FILES[1 if ema else 0])
+
+
+def check_weights(weights: Mapping[str, Tensor], field: nn.Module, where: object) -> None:
+    """Refuse weights that are not those of a field.
+
+    Args:
+        weights: by name.
+        field: whose parameters they should be; it may be on the meta device.
+        where: what holds the weights, for the message.
+
+    Raises:
+        ValueError: weights are missing, extra or misshapen; the message has their names.
+    """
+    expected = {name: tuple(parameter.shape) for name, parameter in field.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is not part of this network" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {found[name]}, expected {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"{where} does not fit the network: {'; '.join(problems[:5])}{more}; "
+            "choose the network that the weights belong to"
+        )
+
+
+@torch.no_grad()
+def put(field: nn.Module, weights: Mapping[str, Tensor], where: object) -> None:
+    """Copy weights into a field.
+
+    Raises:
+        ValueError: as `check_weights`.
+    """
+    check_weights(weights, field, where)
+    for name, parameter in field.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def newest(run: Path, refused: Callable[[str], None]) -> Path | None:

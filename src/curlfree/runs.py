@@ -73,15 +73,6 @@ def load_run(
         raise FileNotFoundError(f"{folder}: no checkpoint yet; continue the run with `curlfree train`")
     tensors = ckpt.load_weights(path, ema=weights == "ema")
     field = build_field(config)
-    expected = dict(field.named_parameters())
-    for name in sorted(expected.keys() ^ tensors.keys()):
-        raise ValueError(f"{path}: weight {name} {'missing' if name in expected else 'unknown'}")
-    for name, parameter in expected.items():
-        if parameter.shape != tensors[name].shape:
-            raise ValueError(
-                f"{path}: weight {name}: expected shape {tuple(parameter.shape)}, "
-                f"found {tuple(tensors[name].shape)}"
-            )
-    field.load_state_dict(tensors, strict=False)
+    ckpt.put(field, tensors, path)
     field = field.to(device).eval().requires_grad_(False)
     return Run(folder, config, build_process(config), field, ckpt.step_of(path), weights)

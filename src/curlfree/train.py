@@ -180,7 +180,7 @@ def restore(
         saved = ckpt.load(ckpt.path_of(out, step))
         if saved.state.data != data.identity:
             raise ValueError(f"{out}: was trained on other data; choose another --out")
-        put(field, saved.model)
+        ckpt.put(field, saved.model, out)
         ema = Ema(field, config.optim.ema)
         ema.load(saved.ema)
         optimizer.load_state_dict(adam_state(field, optimizer, saved.optimizer, step))
@@ -189,30 +189,11 @@ def restore(
         source = ckpt.newest(Path(config.init), warn)
         if source is None:
             raise FileNotFoundError(f"init: expected a run with a checkpoint, found none in {config.init}")
-        put(field, ckpt.load_weights(source, ema=False))
+        ckpt.put(field, ckpt.load_weights(source, ema=False), source)
         ema = Ema(field, config.optim.ema)
         ema.load(ckpt.load_weights(source, ema=True))
         return 0, ema, optimizer
     return 0, Ema(field, config.optim.ema), optimizer
-
-
-@torch.no_grad()
-def put(field: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a field.
-
-    Raises:
-        ValueError: names or shapes are not the field's; the message has the name.
-    """
-    expected = dict(field.named_parameters())
-    for name in sorted(expected.keys() ^ weights.keys()):
-        raise ValueError(f"weight {name}: {'missing' if name in expected else 'unknown'} in the checkpoint")
-    for name, parameter in expected.items():
-        if parameter.shape != weights[name].shape:
-            raise ValueError(
-                f"weight {name}: expected shape {tuple(parameter.shape)}, "
-                f"found {tuple(weights[name].shape)} in the checkpoint"
-            )
-        parameter.copy_(weights[name])
 
 
 def adam_state(
