@@ -1,5 +1,6 @@
 """Published checkpoints: read safely, completely, and refused by name when they do not fit."""
 
+import hashlib
 import json
 import os
 from collections import OrderedDict
@@ -12,13 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
-from curlfree.convert import convert, load_ncsnpp, read_checkpoint
-from curlfree.nets import PRESETS, NCSNpp
+from curlfree import cli
+from curlfree.checkpoint import load_weights
+from curlfree.config import FieldConfig, PackedData
+from curlfree.convert import convert, read_checkpoint
+from curlfree.nets import PRESETS as NETWORKS
+from curlfree.nets import NCSNpp
+from curlfree.processes import VE
+from curlfree.runs import Weights, load_run
 
-TINY = PRESETS["ncsnpp-tiny"]
+TINY = NETWORKS["ncsnpp-tiny"]
 
 
 def published() -> dict[str, Any]:
@@ -52,35 +58,71 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
-def test_weights_arrive_under_their_names(source: Path, tmp_path: Path, weights: str) -> None:
-    net = load_ncsnpp(convert(source, tmp_path / "net", "ncsnpp-tiny", weights))
+def test_weights_arrive_under_their_names(source: Path, tmp_path: Path, weights: Weights) -> None:
+    run = load_run(convert(source, tmp_path / "net", "ncsnpp-tiny"), weights=weights)
     original = NCSNpp(TINY, seed=7)
-    assert not net.training
-    for (name, ours), (_, expected) in zip(net.named_parameters(), original.named_parameters(), strict=True):
+    assert not run.field.training
+    named = zip(run.field.named_parameters(), original.named_parameters(), strict=True)
+    for (name, ours), (_, expected) in named:
         moved = expected + 1 if weights == "ema" and expected.requires_grad else expected
         assert torch.equal(ours, moved), name
     x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.isfinite(net(x, torch.tensor([0.5]))).all()
+    assert torch.isfinite(run.field(x, torch.tensor([0.5]))).all()
 
 
-def test_folder_describes_itself(source: Path, tmp_path: Path) -> None:
-    folder = convert(source, tmp_path / "deep" / "net", "ncsnpp-tiny")
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+def test_the_folder_is_a_run_that_describes_itself(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "deep" / "net", "ncsnpp-tiny", data="images.pack")
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["README.md", "checkpoint-00600000", "config.json"]
     assert [path.name for path in folder.parent.iterdir()] == ["net"]
-    description = json.loads((folder / "config.json").read_text())
-    assert (description["weights"], description["step"]) == ("ema", 600000)
+    run = load_run(folder)
+    assert run.step == 600000 and run.process == VE(0.01, 50.0)
+    assert run.config.field == FieldConfig(network=TINY)
+    assert run.config.data == PackedData(path=str(Path("images.pack").resolve()))
     card = (folder / "README.md").read_text()
-    count = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
-    for fact in ("checkpoint_24.pth", f"{count:,}", "(3, 32, 32)", description["source_sha256"]):
+    count = sum(p.numel() for p in run.field.parameters())
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    for fact in ("checkpoint_24.pth", f"{count:,}", "(3, 32, 32)", digest, "0.01 to 50"):
         assert fact in card
+
+
+def test_the_commands_take_a_converted_network_as_a_run(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: object) -> str:
+        code = cli.main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return said.out
+
+    monkeypatch.chdir(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), np.uint8)
+    np.savez("images.npz", x_train=pixels[:8], x_test=pixels[8:])
+    run("prepare", "array", "images.npz", "--out", "images.pack")
+    words = ("--preset", "ncsnpp-tiny", "--data", "images.pack", "--out", "net")
+    assert run("convert", source, *words) == "net\n"
+    cpu = ("--device", "cpu")
+    assert ": 2 samples" in run("sample", "net", "--n", 2, "--steps", 2, *cpu)
+    assert len(run("audit", "net", "--levels", 1, "--images", 2, "--weights", "raw", *cpu).splitlines()) == 2
+    few = ("--metrics", "asymmetry", "--n", 2, "--audit-n", 2, "--levels", 1)
+    run("evaluate", "net", *few, *cpu)
+    measured = json.loads(Path("net/metrics.json").read_text())
+    assert measured["model"]["step"] == 600000 and measured["metrics"]["asym"]["value"] > 0
+    same = [f"--field.network.{name}" for name in ("size=32", "width=16", "attention=16")]
+    short = ("--train.steps", 1, "--train.batch-size", 2, "--train.validation-samples", 0)
+    words = ("--data.path", "images.pack", *same, *short, "--optim.lr", 1e-30)
+    run("train", "tiny-qc", "--init", "net", *words, "--out", "qc", *cpu)
+    first, second = (load_run(Path(name), weights="raw").field.state_dict() for name in ("net", "qc"))
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-25)
 
 
 def test_zip_and_legacy_files_are_the_same(source: Path, tmp_path: Path) -> None:
     legacy = tmp_path / "legacy.pth"
     torch.save(published(), legacy, _use_new_zipfile_serialization=False)
-    first = load_file(convert(source, tmp_path / "a", "ncsnpp-tiny") / "model.safetensors")
-    second = load_file(convert(legacy, tmp_path / "b", "ncsnpp-tiny") / "model.safetensors")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first, second = (convert(path, tmp_path / path.stem, "ncsnpp-tiny") for path in (source, legacy))
+    for ema in (True, False):
+        a, b = (load_weights(path / "checkpoint-00600000", ema=ema) for path in (first, second))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def _without(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -100,7 +142,7 @@ def _with(name: str, value: Tensor) -> Callable[[dict[str, Any]], Any]:
             _with("module.all_modules.3.bias", torch.zeros(5)),
             r"all_modules\.3\.bias has shape \(5,\), expected \(16,\)",
         ),
-        (_with("module.all_modules.3.bias", torch.full((16,), torch.nan)), r"3\.bias is not finite"),
+        (_with("module.all_modules.3.bias", torch.full((16,), torch.nan)), r"3\.bias not finite"),
         (lambda checkpoint: checkpoint["ema"]["shadow_params"].pop(), "averaged weights for"),
         (
             lambda checkpoint: (
@@ -109,7 +151,9 @@ def _with(name: str, value: Tensor) -> Callable[[dict[str, Any]], Any]:
             ),
             r"averaged.*all_modules\.1\.weight has shape \(2,\)",
         ),
-        (lambda checkpoint: checkpoint.pop("ema"), "use weights='raw'"),
+        (lambda checkpoint: checkpoint.pop("ema"), "no averaged weights"),
+        (lambda checkpoint: checkpoint.pop("step"), "number of training steps under 'step', found None"),
+        (_with("module.sigmas", torch.zeros(3)), "'sigmas' must hold noise levels"),
         (lambda checkpoint: checkpoint.pop("model"), "no state dict under 'model'"),
     ],
 )
@@ -199,28 +243,7 @@ def test_arguments_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     absent = tmp_path / "absent.pth"
     with pytest.raises(ValueError, match="unknown preset 'deep'; choose one of ncsnpp-deep"):
         convert(absent, tmp_path / "net", "deep")
-    with pytest.raises(ValueError, match="'ema' or 'raw'"):
-        convert(absent, tmp_path / "net", weights="both")
     with pytest.raises(FileExistsError, match="not an empty folder"):
         convert(absent, tmp_path.parent)
     with pytest.raises(FileNotFoundError):
         convert(absent, tmp_path / "net")
-
-
-def test_damaged_folders_are_refused(source: Path, tmp_path: Path) -> None:
-    folder = convert(source, tmp_path / "net", "ncsnpp-tiny")
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    good, description = weights.read_bytes(), config.read_text()
-    weights.write_bytes(good[:-10])
-    with pytest.raises(ValueError, match="convert it again"):
-        load_ncsnpp(folder)
-    weights.write_bytes(good)
-    config.write_text(description.replace("curlfree-ncsnpp-1", "other"))
-    with pytest.raises(ValueError, match="format 'other'"):
-        load_ncsnpp(folder)
-    config.write_text(description.replace('"blocks": 1', '"blocks": 2'))
-    with pytest.raises(ValueError, match="is missing"):
-        load_ncsnpp(folder)
-    config.unlink()
-    with pytest.raises(ValueError, match="convert it again"):
-        load_ncsnpp(folder)

@@ -443,29 +443,29 @@ def report(words: Sequence[str]) -> None:
 
 
 def convert(words: Sequence[str]) -> None:
-    """Turn a published .pth checkpoint into safetensors, safely."""
+    """Turn a published .pth checkpoint into a run, safely."""
     import tyro
 
     from curlfree.convert import convert as turn
 
     @dataclass(frozen=True, kw_only=True)
     class Convert:
-        """Turn a checkpoint of score_sde or of the paper's authors into safetensors with a model card.
+        """Turn a checkpoint of score_sde or of the paper's authors into a run, with a model card.
 
         Args:
             source: the .pth file.
             out: the folder to write.
             preset: which network the weights belong to.
-            weights: the moving average (samples, FID) or the raw weights (the paper's likelihoods).
+            data: the packed file with the images that it was trained on; needed for evaluations only.
         """
 
         source: tyro.conf.Positional[Path]
         out: Path
         preset: Literal["ncsnpp-deep", "ncsnpp", "ncsnpp-small", "ncsnpp-tiny"] = "ncsnpp-deep"
-        weights: Weights = "ema"
+        data: Path = Path("cifar10.pack")
 
     options = parse(Convert, words, "convert")
-    print(turn(options.source, options.out, options.preset, options.weights))
+    print(turn(options.source, options.out, options.preset, options.data))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
