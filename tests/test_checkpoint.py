@@ -24,6 +24,10 @@ def equal(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
+def steps(run) -> list[int]:
+    return [ckpt.step_of(path) for path in ckpt.checkpoints(run)]
+
+
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     written = some(1000, 0.25)
     path = ckpt.save(tmp_path, written)
@@ -74,8 +78,47 @@ def test_if_every_checkpoint_is_damaged_nothing_is_made_up(tmp_path):
 def test_the_latest_and_the_best_are_kept(tmp_path):
     for step, loss in enumerate([0.5, 0.2, None, 0.4, 0.3, 0.25]):
         ckpt.save(tmp_path, some(step, loss))
-        ckpt.prune(tmp_path, 2)
-    assert [ckpt.step_of(path) for path in ckpt.checkpoints(tmp_path)] == [1, 4, 5]
+        ckpt.prune(tmp_path, 2, pytest.fail)
+    assert steps(tmp_path) == [1, 4, 5]
+
+
+@pytest.mark.parametrize("best", ["truncated", "altered", "not finite"])
+def test_a_best_checkpoint_whose_state_cannot_be_trusted_counts_as_not_measured(tmp_path, best):
+    for step, loss in enumerate([float("nan") if best == "not finite" else 0.1, 0.3, 0.4, 0.5]):
+        ckpt.save(tmp_path, some(step, loss))
+    file = tmp_path / "checkpoint-00000000" / "state.json"
+    if best != "not finite":
+        file.write_text("{" if best == "truncated" else file.read_text().replace("0.1", "0.2"))
+    told = []
+    ckpt.prune(tmp_path, 1, told.append)
+    assert steps(tmp_path) == [1, 3]
+    assert ["checkpoint-00000000" in line and "not measured" in line for line in told] == [True] * len(told)
+    assert len(told) == (best != "not finite")
+
+
+def test_resuming_sets_damaged_checkpoints_aside_and_keeps_the_others(tmp_path):
+    for step in (2, 4, 6, 8):
+        ckpt.save(tmp_path, some(step))
+    for step in (2, 6, 8):
+        (ckpt.path_of(tmp_path, step) / "model.safetensors").write_bytes(b"")
+    (tmp_path / "refused-00000008").mkdir()
+    told = []
+    assert ckpt.resume(tmp_path, told.append) == ckpt.path_of(tmp_path, 4)
+    assert steps(tmp_path) == [4]
+    assert sorted(path.name for path in tmp_path.glob("refused-*")) == [
+        f"refused-0000000{step}" for step in (2, 6, 8)
+    ]
+    assert (tmp_path / "refused-00000008" / "manifest.json").is_file()
+    assert [f"checkpoint-0000000{n}" in line for n, line in zip((2, 6, 8), told, strict=True)] == [True] * 3
+
+
+def test_if_every_checkpoint_is_damaged_none_is_set_aside(tmp_path):
+    assert ckpt.resume(tmp_path, pytest.fail) is None
+    path = ckpt.save(tmp_path, some(1))
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="every checkpoint is damaged"):
+        ckpt.resume(tmp_path, pytest.fail)
+    assert steps(tmp_path) == [1]
 
 
 def test_leftovers_of_an_interrupted_write_are_no_checkpoints(tmp_path):

@@ -282,6 +282,38 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(tmp_path,
     assert_same(tmp_path / "whole", tmp_path / "hurt")
 
 
+def test_damaged_checkpoints_are_set_aside_and_an_intact_one_always_survives(tmp_path, capsys):
+    """Steps 4 and 6 are damaged: the run goes on from 2, and at 3 the damaged ones count for nothing."""
+    config = with_train(TOY, steps=6, checkpoint_every=2, keep=2, validation_samples=0)
+    train(config, tmp_path / "whole", device="cpu")
+    train(replace(config, train=replace(config.train, keep=3)), tmp_path / "hurt", device="cpu")
+    for step in (4, 6):
+        file = ckpt.path_of(tmp_path / "hurt", step) / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    train(with_train(config, steps=3), tmp_path / "hurt", device="cpu")
+    assert steps_of(tmp_path / "hurt") == [2, 3]
+    said = capsys.readouterr().err
+    assert all(f"checkpoint-0000000{n}" in said and f"now refused-0000000{n}" in said for n in (4, 6))
+    for step in (2, 3):
+        ckpt.verify(ckpt.path_of(tmp_path / "hurt", step))
+    assert train(config, tmp_path / "hurt", device="cpu") == 6
+    assert_same(tmp_path / "whole", tmp_path / "hurt")
+
+
+def test_a_state_that_is_damaged_meanwhile_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    original = RunLog.step
+
+    def step(self: RunLog, numbers) -> None:
+        if numbers.step == 5:
+            (ckpt.path_of(tmp_path, 2) / "state.json").write_text("{")
+        original(self, numbers)
+
+    monkeypatch.setattr(RunLog, "step", step)
+    assert train(with_train(TOY, checkpoint_every=2, keep=3), tmp_path, device="cpu") == TOY.train.steps
+    assert "its held-out loss is taken as not measured" in capsys.readouterr().err
+    assert steps_of(tmp_path) == [4, 6, 8]
+
+
 def test_another_configuration_is_refused_by_field_but_more_steps_are_not(tmp_path):
     train(with_train(TOY, steps=2), tmp_path, device="cpu")
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.01 != 0\.02"):

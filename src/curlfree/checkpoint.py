@@ -10,17 +10,19 @@ A checkpoint is a folder ``checkpoint-00001000`` of a run:
 
 It is written under a temporary name, every file and then the folder are synced to disk, and only then is it
 renamed: a folder with a checkpoint's name is complete. Reading verifies the manifest, so one that was
-truncated or altered later is refused, and `newest` falls back to the one before. No pickle anywhere.
+truncated or altered later is refused, and `newest` falls back to the one before. A run that goes on sets the
+refused ones aside (`resume`), so that they never count among those to keep. No pickle anywhere.
 
 Nothing else is needed for an exact resume: all random draws are functions of (seed, step) (`curlfree.seeds`).
 """
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,7 +90,7 @@ def save(run: Path, checkpoint: Checkpoint) -> Path:
     for file in part.iterdir():
         _sync(file)
     _sync(part)
-    if path.exists():  # one that was refused when this run was resumed from an earlier one
+    if path.exists():
         shutil.rmtree(path)
     part.rename(path)
     _sync(run)
@@ -121,28 +123,31 @@ def step_of(path: Path) -> int:
 
 
 def load_state(path: Path) -> State:
-    """The counters of a checkpoint whose manifest was verified.
+    """The counters of a checkpoint, after verifying their file.
 
     Raises:
         ValueError: they are damaged.
     """
+    verify(path, ["state.json"])
     try:
         return State(**json.loads((path / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: state.json is damaged: {error}") from error
 
 
-def verify(path: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
+def verify(path: Path, names: Sequence[str] = (*FILES, "state.json")) -> None:
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        path: the checkpoint's folder.
+        names: which files.
 
     Raises:
         ValueError: a file is missing, truncated or altered.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        expected = {
-            name: (manifest[name]["sha256"], manifest[name]["bytes"]) for name in (*FILES, "state.json")
-        }
+        expected = {name: (manifest[name]["sha256"], manifest[name]["bytes"]) for name in names}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: the manifest is missing or damaged ({error}); use another checkpoint"
@@ -241,15 +246,59 @@ def newest(run: Path, refused: Callable[[str], None]) -> Path | None:
         except ValueError as error:
             refused(str(error))
     if found:
-        raise ValueError(f"{run}: every checkpoint is damaged; delete them, or start again in another folder")
+        raise _all_damaged(run)
     return None
 
 
-def prune(run: Path, keep: int) -> None:
-    """Delete all but the latest `keep` checkpoints and the one with the lowest held-out loss."""
+def resume(run: Path, refused: Callable[[str], None]) -> Path | None:
+    """The checkpoint from which a run goes on: as `newest`, but for the run's writer.
+
+    Every checkpoint is verified, and the damaged ones are renamed to ``refused-N``. So those that are left
+    are intact and lie on the path to the one returned, and `prune` never takes a damaged one for a good one.
+
+    Args:
+        run: the folder of the run.
+        refused: told why one was set aside, and where it is.
+
+    Raises:
+        ValueError: there are checkpoints, but every one is damaged; none was renamed.
+    """
+    intact, damaged = [], {}
+    for path in checkpoints(run):
+        try:
+            verify(path)
+            intact.append(path)
+        except ValueError as error:
+            damaged[path] = error
+    if damaged and not intact:
+        raise _all_damaged(run)
+    for path, why in damaged.items():
+        aside = path.with_name(path.name.replace("checkpoint", "refused"))
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+        refused(f"{why}; it is now {aside.name}")
+    return intact[-1] if intact else None
+
+
+def prune(run: Path, keep: int, told: Callable[[str], None]) -> None:
+    """Delete all but the latest `keep` checkpoints and the one with the lowest held-out loss.
+
+    Args:
+        run: the folder of the run.
+        keep: how many of the latest.
+        told: about one whose held-out loss cannot be read; it is taken as not measured.
+    """
     found = checkpoints(run)
-    losses = {path: load_state(path).validation for path in found}
-    measured = {path: loss for path, loss in losses.items() if loss is not None}
+    measured = {}
+    for path in found:
+        try:
+            loss = load_state(path).validation
+        except ValueError as error:
+            told(f"{error}; its held-out loss is taken as not measured")
+            continue
+        if loss is not None and math.isfinite(loss):
+            measured[path] = loss
     spared = set(found[-keep:])
     if measured:
         spared.add(min(measured, key=lambda path: (measured[path], path)))
@@ -263,6 +312,10 @@ def clean(run: Path) -> None:
     """Delete what an interrupted write left behind."""
     for part in run.glob(".checkpoint-*.part"):
         shutil.rmtree(part)
+
+
+def _all_damaged(run: Path) -> ValueError:
+    return ValueError(f"{run}: every checkpoint is damaged; delete them, or start again in another folder")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

@@ -174,7 +174,7 @@ def restore(
         config.optim.eps,
         fused=workers.device.type == "cuda",
     )
-    path = ckpt.newest(out, warn) if workers.leads else None
+    path = ckpt.resume(out, warn) if workers.leads else None
     step = workers.agree(ckpt.step_of(path) if path else 0)
     if step > 0:
         saved = ckpt.load(ckpt.path_of(out, step))
@@ -238,7 +238,7 @@ def keep(
     }
     state = State(step=step, validation=validation, data=data.identity)
     ckpt.save(out, Checkpoint(state, dict(field.named_parameters()), ema.weights, moments))
-    ckpt.prune(out, config.train.keep)
+    ckpt.prune(out, config.train.keep, warn)
 
 
 class Averaged:
@@ -318,4 +318,4 @@ def stop_signals() -> Iterator[list[int]]:
 
 def warn(message: str) -> None:
     """Tell about something that does not end the run."""
-    print(f"curlfree: {message}; using the one before", file=sys.stderr, flush=True)
+    print(f"curlfree: {message}", file=sys.stderr, flush=True)
