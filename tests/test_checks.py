@@ -15,6 +15,7 @@ import curlfree as cf
 from cases import CASES, MLP, UNet, randn, randomised, rng
 from curlfree import checks, penalty
 from curlfree.operators import central_difference
+from curlfree.penalty import estimates
 
 X, SIGMA = randn(3, 4), torch.ones(3, dtype=torch.float64)
 
@@ -32,6 +33,8 @@ USES: dict[str, Callable[..., object]] = {
     "normalized_asymmetry": lambda f, x, s: cf.normalized_asymmetry(f, x, s),
     "qc_loss": lambda f, x, s: cf.qc_loss(f, x, s, weight=1.0),
     "qc_loss dual": lambda f, x, s: cf.qc_loss(f, x, s, weight=1.0, form="dual"),
+    "estimates": lambda f, x, s: estimates(f, x, s),
+    "algorithm1": lambda f, x, s: cf.algorithm1(f, x, s, x),
     "loop_work": lambda f, x, s: cf.loop_work(f, x, s),
     "esm": lambda f, x, s: cf.esm(f, x, s, x),
     "dsm": lambda f, x, s: cf.dsm(f, x, s, x),
@@ -347,6 +350,21 @@ def test_exactly_the_shape_of_x_is_accepted(shape: tuple[int, ...], answer: tupl
         (lambda: cf.qc_loss(field, X, weight=1.0, fraction=1.1), ValueError, r"got 1\.1"),
         (lambda: cf.qc_loss(field, X, weight=1.0, fraction=math.nan), ValueError, "got nan"),
         (lambda: cf.qc_loss(field, X, weight=1.0, fraction="some"), ValueError, "got 'some'"),
+        (lambda: cf.qc_loss(field, X, weight=1.0, fraction=None), ValueError, "got None"),
+        (lambda: cf.asymmetry(field, X, probes=1.5), TypeError, r"probes must be an integer.* got 1\.5"),
+        (lambda: estimates(field, X, form="doubel"), ValueError, "unknown form 'doubel'"),
+        (lambda: estimates(field, X, form="dual", estimator="exact"), ValueError, "dual exists for skew"),
+        (lambda: cf.algorithm1(field, X, SIGMA, X[0]), ValueError, r"v must have x's shape .* \(4,\)"),
+        (lambda: cf.algorithm1(field, X, SIGMA, X, weight=torch.ones(3, 1)), ValueError, r"got \(3, 1\)"),
+        (lambda: cf.total_loss(SIGMA, field, X, SIGMA, lmbda=0.0, weighting=lambda s: s[:, None]), ValueError,
+         r"one per sample, shape \(3,\), got \(3, 1\)"),
+        (lambda: cf.total_loss(SIGMA, field, X, SIGMA, lmbda=math.nan), ValueError, "lmbda must be finite"),
+        (lambda: cf.Preconditioned(field, data_std=0.0), ValueError, "data_std must be positive"),
+        (lambda: cf.LinearField(torch.ones(2, 3)), ValueError, r"a square matrix, got shape \(2, 3\)"),
+        (lambda: cf.GaussianMixture(X * math.nan, 1.0), ValueError, "finite means"),
+        (lambda: cf.GaussianMixture(X, math.nan), ValueError, "finite std"),
+        (lambda: cf.GaussianMixture(X, 1.0, torch.zeros(3)), ValueError, "with a positive sum"),
+        (lambda: cf.Discrete(sigmas=(0.1, 1.0)).time(torch.tensor([3.0])), ValueError, r"from 0\.1 to 1"),
         (lambda: cf.qc_loss(field, X, weight=torch.ones(2)), ValueError, r"shape \(3,\), got \(2,\)"),
         (lambda: cf.qc_loss(field, X, weight=torch.ones(3, 1)), ValueError, r"got \(3, 1\)"),
         (lambda: cf.qc_loss(field, X, weight=math.nan), ValueError, r"weight must be finite, got 1 of 1"),

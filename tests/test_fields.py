@@ -340,3 +340,12 @@ def test_the_construction_of_equation_a6_has_its_error(epsilon: float, turn: str
         assert typical > 0.2
     else:  # the paper's conservative example is so only nearly: mu/p is not quite a function of the radius
         assert 1e-5 < typical < 1e-3
+
+
+def test_a_unit_without_weights_has_no_angle() -> None:
+    """It adds nothing to the Jacobian, so that "all angles are 0" is the condition for a gradient."""
+    W, R = randn(3, 2), randn(3, 2)
+    R[:, 0], W[:, 1] = 0.0, R[:, 1]
+    field = tanh_autoencoder(W, R)
+    assert (field.column_angles() < 1e-7).all()
+    assert (cf.asymmetry(field, randn(5, 3), estimator="exact") < 1e-20).all()

@@ -207,6 +207,15 @@ def test_images_batches_and_conditions_go_together() -> None:
         assert table.column("n") == [7, 7]
 
 
+def test_the_audit_measures_without_dropout() -> None:
+    net, x0 = randomised(UNet()), randn(3, 2, 4, 4)
+    tables = [
+        cf.audit(net.train(mode), x0, cf.VE(0.1, 1.0), levels=2, generator=rng()) for mode in (True, False)
+    ]
+    assert tables[0] == tables[1]
+    assert not net.training
+
+
 def test_the_audit_leaves_the_network_as_it_was() -> None:
     net = randomised(UNet()).eval()
     before = [p.clone() for p in net.parameters()]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curlfree as cf
 from cases import CASES, MLP, UNet, dense, mixture, randn, randomised, rng, seeded
-from curlfree.penalty import estimates
+from curlfree.penalty import estimates, restrict
 
 # With dropout in those made of a U-Net.
 NETS = ["mlp", "unet", "energy", "convolutional energy", "force", "paper", "autoencoder"]
@@ -530,3 +530,45 @@ def asymmetry_after(steps: int, weight: float, form: str) -> float:
 @pytest.mark.parametrize("form", ["double", "dual"])
 def test_training_with_the_penalty_makes_a_field_conservative(form: str) -> None:
     assert asymmetry_after(150, 1.0, form) < 0.25 * asymmetry_after(150, 0.0, form)
+
+
+def test_conditions_inside_lists_and_dictionaries_follow_the_chosen_samples() -> None:
+    x, labels = randn(8, 2), torch.arange(8, dtype=torch.float64)
+    chosen = torch.tensor([5, 2])
+    found = restrict({"a": {"b": [labels, (labels, "name")]}, "scale": 2.0, "table": labels[:3]}, chosen, 8)
+    assert found is not None
+    (first, (second, name)), table = found["a"]["b"], found["table"]
+    assert torch.equal(first, labels[chosen]) and torch.equal(second, labels[chosen])
+    assert (name, found["scale"]) == ("name", 2.0)
+    assert torch.equal(table, labels[:3])
+
+    def field(y: Tensor, _: Tensor | None, *, nested: dict[str, Tensor]) -> Tensor:
+        return nested["label"][:, None] * torch.stack([-y[:, 1], y[:, 0]], 1)
+
+    value = cf.qc_loss(field, x, weight=1.0, fraction=0.25, condition={"nested": {"label": labels}})
+    assert float(value) >= 2 * (0**2 + 1**2)  # Asym is 4 label^2
+
+
+class Counted(nn.Module):
+    """A field with tangents of its own that counts its evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A, self.calls = nn.Parameter(randn(4, 4)), []
+
+    def forward(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+        return torch.tanh(x) @ self.A
+
+    def tangents(self, x: Tensor, sigma: Tensor | None, vs: tuple[Tensor, ...]):
+        self.calls.append(len(vs))
+        return self(x, sigma), tuple((v / torch.cosh(x) ** 2) @ self.A for v in vs)
+
+
+def test_probes_share_the_passes_of_the_dual() -> None:
+    field, x = Counted(), randn(5, 4)
+    found = gradient_of(lambda: cf.qc_loss(field, x, weight=1.0, probes=3, generator=rng()), field)
+    assert field.calls == [3, 6]
+    expected = gradient_of(
+        lambda: cf.qc_loss(field, x, weight=1.0, probes=3, form="double", generator=rng()), field
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)

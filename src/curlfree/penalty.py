@@ -32,6 +32,7 @@ from curlfree.checks import can_look, check_batch, check_finite, check_value
 from curlfree.estimators import Probe, asymmetry, check_estimator, rademacher
 from curlfree.mended import FORWARD_MODE, Mended
 from curlfree.operators import (
+    NO_DERIVATIVE,
     Condition,
     Field,
     Replay,
@@ -373,7 +374,9 @@ def algorithm1(
     s = field(x, sigma, **(condition or {}))
     check_value(s, x)
     check_has_gradient(s)
-    (vJ,) = torch.autograd.grad(inner(v, s).sum(), x, create_graph=True)  # (1)
+    (vJ,) = torch.autograd.grad(inner(v, s).sum(), x, create_graph=True, allow_unused=True)  # (1)
+    if vJ is None:
+        raise ValueError(NO_DERIVATIVE)
     vJ_sg = vJ.detach().requires_grad_()
     (vJJ,) = torch.autograd.grad(inner(vJ_sg, s).sum(), x, create_graph=True)  # (2)
     loss = (weight * (inner(vJ, vJ) - inner(vJJ, v))).mean()  # (3)
