@@ -180,6 +180,14 @@ def test_a_wrong_network_is_refused(tmp_path) -> None:
     (tmp_path / "net.ts").write_bytes(b"no network")
     with pytest.raises(ValueError, match="expected a TorchScript file"):
         load_network(str(tmp_path / "net.ts"))
+    torch.export.save(torch.export.export(NET, (IMAGES,)), tmp_path / "net.pt2")
+    whole = (tmp_path / "net.pt2").read_bytes()
+    text = whole.index(b'"graph_module"')
+    altered = whole[:text] + b"\xff" + whole[text + 1 :]
+    for damaged in (b"no network", whole[: len(whole) // 2], altered):
+        (tmp_path / "net.pt2").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"net\.pt2: expected a torch\.export file"):
+            load_network(str(tmp_path / "net.pt2"))
     with pytest.raises(ValueError, match="which is no file"):
         load_network(str(tmp_path / "other.ts"))
     with pytest.raises(ValueError, match="cannot import"):

@@ -21,6 +21,7 @@ generated images, by each image's influence on the value; the reference counts a
 import hashlib
 import importlib
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,14 +52,15 @@ def load_network(spec: str, device: torch.device | str = "cpu") -> tuple[Feature
     path = Path(spec)
     if path.is_file():
         identity = f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-        if path.suffix == ".pt2":
-            return torch.export.load(path).module().to(device), identity
+        kind = "torch.export" if path.suffix == ".pt2" else "TorchScript"
         try:
+            if path.suffix == ".pt2":
+                return torch.export.load(path).module().to(device), identity
             return torch.jit.load(path, map_location=device).eval(), identity
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+        except (RuntimeError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
-                f"{path}: expected a TorchScript file, found something else ({reason})"
+                f"{path}: expected a {kind} file, found something else or a damaged one ({reason})"
             ) from error
     module, colon, name = spec.partition(":")
     if not colon or path.suffix:
