@@ -1,6 +1,7 @@
 """Readers of data sets: official formats, users' images, and files that must be refused."""
 
 import contextlib
+import io
 import os
 import pickle
 import runpy
@@ -356,6 +357,34 @@ def test_svhn(tmp_path):
         Svhn(tmp_path).open()
 
 
+def test_damaged_matlab_files_are_refused(tmp_path):
+    matrices = {"X": pictures(40).transpose(1, 2, 3, 0), "y": np.ones((40, 1), np.uint8)}
+    for split in ("train", "test"):
+        savemat(tmp_path / f"{split}_32x32.mat", matrices, do_compression=True)
+    path, (first, *_) = tmp_path / "train_32x32.mat", Svhn(tmp_path, unverified=True).open().chunks
+    raw = path.read_bytes()
+    middle = len(raw) // 2
+    for damaged in (raw[:126], raw[:middle], raw[:middle] + bytes(20) + raw[middle + 20 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"train_32x32\.mat: not a readable MATLAB 5 file"):
+            first.load()
+
+
+@pytest.mark.parametrize("compression", ["gz", "bz2", "xz"])
+def test_damaged_archives_are_refused(tmp_path, compression):
+    folder = MAKE["write_cifar10"](tmp_path, 4)
+    path = tmp_path / f"cifar.tar.{compression}"
+    with tarfile.open(path, f"w:{compression}") as archive:
+        archive.add(folder, folder.name)
+    raw = path.read_bytes()
+    middle = len(raw) // 2
+    last = Cifar10(path, unverified=True).open().chunks[-1]
+    for damaged in (raw[:middle], raw[:middle] + bytes(200) + raw[middle + 200 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged or not a tar archive|expected a member"):
+            last.load()
+
+
 @pytest.mark.parametrize("npz", [False, True])
 def test_imagenet32_of_2017(tmp_path, npz):
     expected: dict[str, list] = {"train": [], "val": []}
@@ -451,6 +480,31 @@ def test_flat_folder_modes_orientation_and_damage(tmp_path):
         ImageFolder(tmp_path / "absent").open()
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_sixteen_bits_are_scaled_to_eight(tmp_path, suffix):
+    ramp = np.arange(0, 2**16, 16, np.uint16).reshape(64, 64)
+    Image.fromarray(ramp).save(tmp_path / f"ramp.{suffix}")
+    (grey,), _ = ImageFolder(tmp_path, mode="L").open().chunks[0].load()
+    assert abs(grey[:, :, 0] - ramp / 257).max() <= 0.5
+    (rgb,), _ = ImageFolder(tmp_path).open().chunks[0].load()
+    assert np.array_equal(rgb, np.repeat(grey, 3, axis=2))
+
+
+def test_other_pixels_and_huge_images_are_refused_by_name(tmp_path, monkeypatch):
+    for pixels, message in (
+        (np.zeros((4, 4), np.float32), r"a\.tif: .*floating-point numbers \(mode F\)"),
+        (np.full((4, 4), 70000, np.int32), r"a\.tif: .*found 70000 to 70000"),
+        (np.full((4, 4), -1, np.int32), r"a\.tif: .*found -1 to -1"),
+    ):
+        Image.fromarray(pixels).save(tmp_path / "a.tif")
+        with pytest.raises(ValueError, match=message):
+            ImageFolder(tmp_path).open().chunks[0].load()
+    Image.fromarray(pictures(1, 30, 30)[0]).save(tmp_path / "a.tif")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)
+    with pytest.raises(ValueError, match=r"a\.tif: .*900 pixels.*scale the image down"):
+        ImageFolder(tmp_path).open().chunks[0].load()
+
+
 def test_array_files(tmp_path):
     x, y = pictures(5, 28, 28, 1), RNG.integers(0, 10, 5)
     np.save(tmp_path / "x.npy", x[..., 0])
@@ -471,6 +525,9 @@ def test_array_files(tmp_path):
     np.save(tmp_path / "objects.npy", np.array([Calls(os.getcwd)], object), allow_pickle=True)
     with pytest.raises(ValueError, match="not a readable"):
         ArrayFile(tmp_path / "objects.npy").open().chunks[0].load()
+    np.savez(tmp_path / "empty.npz", images=x[:0])
+    with pytest.raises(ValueError, match=r"with N > 0, found uint8 \(0, 28, 28, 1\)"):
+        ArrayFile(tmp_path / "empty.npz").open().chunks[0].load()
     np.savez(tmp_path / "labels.npz", images=x, labels=y[:2])
     with pytest.raises(ValueError, match="expected 5 whole-number labels"):
         ArrayFile(tmp_path / "labels.npz").open().chunks[0].load()
@@ -507,6 +564,19 @@ def test_hugging_face(tmp_path, monkeypatch):
     assert everything(numbers)[0]["test"].shape == (2, 6, 6, 1)
     with pytest.raises(ValueError, match="no column 'label'"):
         HuggingFace(str(tmp_path / "set"), label="label").open()
+    with pytest.raises(ValueError, match=r"expected images in the column 'number', found Value"):
+        HuggingFace(str(tmp_path / "set"), image="number").open()
+    with pytest.raises(ValueError, match=r"expected whole numbers in the column 'picture', found Image"):
+        HuggingFace(str(tmp_path / "set"), label="picture").open()
+    whole = io.BytesIO()
+    Image.fromarray(x[0]).save(whole, "PNG")
+    for bad, message in ((whole.getvalue()[:60], "damaged or not an image"), (None, "'picture' is empty")):
+        pictured = [{"bytes": data, "path": None} if data else None for data in (whole.getvalue(), bad)]
+        broken = {"picture": pictured, "kind": [None, 1], "number": [1, 2]}
+        target = tmp_path / f"bad{bad is None}"
+        datasets.Dataset.from_dict(broken, features=features).to_parquet(str(target / "train.parquet"))
+        with pytest.raises(ValueError, match=rf"{target}, train, row 1: .*{message}"):
+            HuggingFace(str(target)).open().chunks[0].load()
     twice = table.add_column("again", table["kind"]).cast_column("again", features["kind"])
     twice.to_parquet(str(tmp_path / "twice" / "train.parquet"))
     with pytest.raises(

@@ -247,7 +247,7 @@ def test_two_processes_cannot_prepare_the_same_file(tmp_path):
     def load():
         prepare(source_of(arrays(1)), out)
 
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(ValueError, match="another process is preparing this file"):
         prepare(source_of([], chunks=(Chunk("train", "x", load),)), out)
 
 

@@ -1,6 +1,7 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from the official Python archives or their unpacked folders."""
 
 import hashlib
+import lzma
 import tarfile
 import zlib
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class _Files:
                         file = archive.extractfile(member)
                         assert file is not None  # it is a regular file
                         return file.read()
-        except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             raise ValueError(f"{self.path}: damaged or not a tar archive: {error}") from error
         raise ValueError(f"{self.path}: expected a member {name!r} in the archive, found none")
 

@@ -1,7 +1,8 @@
 """Anyone's own images: folders, numpy files, Hugging Face data sets."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Mode = Literal["RGB", "L"]
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _PER_CHUNK = 2000
+_MAX_16 = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class ImageFolder:
 
     Args:
         path: the folder.
-        mode: RGB or L (grey). Transparency is dropped, the orientation that cameras note is applied.
+        mode: RGB or L (grey). Transparency is dropped, the orientation that cameras note is applied, 16-bit
+            grey is scaled to 8.
         licence: a note on the terms of use, kept in the packed file.
     """
 
@@ -132,7 +135,8 @@ class HuggingFace:
         """Load the data set's tables (downloads them where necessary).
 
         Raises:
-            ValueError: where no column of images, or more than one, is found.
+            ValueError: where no column of images, or more than one, is found, or the chosen columns hold
+                something else than images and whole numbers.
             ImportError: where `datasets` is not installed.
         """
         try:
@@ -147,13 +151,19 @@ class HuggingFace:
         image = self._column(features, self.image, datasets.Image)
         if image is None:
             raise ValueError(f"{self.name}: expected a column of images, found {dict(features)}")
+        if not isinstance(features[image], datasets.Image):
+            raise ValueError(f"{self.name}: expected images in the column {image!r}, found {features[image]}")
         label = self._column(features, self.label, datasets.ClassLabel)
+        if label and "int" not in str(getattr(features[label], "dtype", "")):
+            raise ValueError(
+                f"{self.name}: expected whole numbers in the column {label!r}, found {features[label]}"
+            )
         classes = tuple(getattr(features[label], "names", None) or ()) if label else ()
         chunks = tuple(
             Chunk(
                 split,
                 f"{self.name} {self.subset} {self.revision} {split} {len(table)} {image} {label} [{start}]",
-                partial(_load_table, table, start, image, label, self.mode),
+                partial(_load_table, table, start, image, label, self.mode, f"{self.name}, {split}"),
             )
             for split, table in tables.items()
             for start in range(0, len(table), _PER_CHUNK)
@@ -199,9 +209,10 @@ def load_arrays(path: Path, images_name: str = "", labels_name: str | None = Non
             images = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, EOFError, ValueError) as error:
             raise ValueError(f"{path}: not a readable .npy file: {error}") from error
-    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+    if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.size == 0:
         raise ValueError(
-            f"{path}: expected images as uint8 (N, H, W) or (N, H, W, C), found {images.dtype} {images.shape}"
+            f"{path}: expected images as uint8 (N, H, W) or (N, H, W, C) with N > 0, "
+            f"found {images.dtype} {images.shape}"
         )
     if labels is None:
         labels = np.full(len(images), -1)
@@ -213,26 +224,51 @@ def load_arrays(path: Path, images_name: str = "", labels_name: str | None = Non
 
 
 def _load_files(files: Sequence[Path], labels: np.ndarray, mode: Mode) -> Loaded:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     images = []
     for path in files:
-        try:
-            with Image.open(path) as image:
-                images.append(_pixels(image, mode))
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise ValueError(f"{path}: damaged or not an image: {error}") from error
+        with _readable(path), Image.open(path) as image:
+            images.append(_pixels(image, mode))
     return images, labels
 
 
-def _load_table(table: Any, start: int, image: str, label: str | None, mode: Mode) -> Loaded:
-    rows = table[start : start + _PER_CHUNK]
-    images = [_pixels(each, mode) for each in rows[image]]
-    return images, np.array(rows[label] if label else [-1] * len(images), np.int64)
+def _load_table(table: Any, start: int, image: str, label: str | None, mode: Mode, where: str) -> Loaded:
+    images, labels = [], []
+    for i in range(start, min(start + _PER_CHUNK, len(table))):
+        with _readable(f"{where}, row {i}"):
+            row = table[i]
+            if row[image] is None:
+                raise ValueError(f"the column {image!r} is empty")
+            images.append(_pixels(row[image], mode))
+        labels.append(-1 if label is None or row[label] is None else row[label])
+    return images, np.array(labels, np.int64)
+
+
+@contextmanager
+def _readable(where: object) -> Iterator[None]:
+    """Say which image cannot be decoded."""
+    from PIL import Image
+
+    try:
+        yield
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{where}: {error}; scale the image down first") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{where}: damaged or not an image: {error}") from error
 
 
 def _pixels(image: "Image", mode: Mode) -> np.ndarray:
-    from PIL import ImageOps
+    """Bytes (H, W, C); 16-bit grey (Pillow's modes I;16..., and I for PGM) is scaled to 8, not cut off."""
+    from PIL import Image, ImageOps
 
-    pixels = np.asarray(ImageOps.exif_transpose(image).convert(mode))
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("expected pixels of 8 or 16 bits, found floating-point numbers (mode F)")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        grey = np.asarray(image).astype(np.int64)
+        if grey.min() < 0 or grey.max() > _MAX_16:
+            raise ValueError(f"expected pixels of 8 or 16 bits, found {grey.min()} to {grey.max()}")
+        image = Image.fromarray(((grey * 255 + _MAX_16 // 2) // _MAX_16).astype(np.uint8))
+    pixels = np.asarray(image.convert(mode))
     return pixels.reshape(*pixels.shape[:2], -1)

@@ -180,8 +180,8 @@ def prepare(
 
     Raises:
         FileExistsError: where the file exists already.
-        ValueError: where images differ in size and none was given, or the data set is empty.
-        BlockingIOError: where another process is preparing the same file.
+        ValueError: where images differ in size and none was given, the data set is empty, or another process
+            is preparing the same file.
     """
     out = Path(out)
     if out.exists() and not overwrite:
@@ -195,7 +195,10 @@ def prepare(
         open(journal, "a+") as notes,
         open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as payload,
     ):
-        fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{out}: another process is preparing this file; let it finish") from error
         writer = _Writer(payload, notes, source, "no" if size is None else f"{resample} {size}")
         for chunk in _shown(source.chunks[len(writer.done) :], progress):
             images, labels = chunk.load()

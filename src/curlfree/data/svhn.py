@@ -1,6 +1,7 @@
 """SVHN, street view house numbers (Netzer et al. 2011), from the official cropped-digit MATLAB files."""
 
 import hashlib
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,13 +57,14 @@ def _load(path: Path, md5: str | None) -> Loaded:
     from scipy.io import loadmat
     from scipy.io.matlab import MatReadError
 
+    damage = (MatReadError, zlib.error, OSError, LookupError, NotImplementedError, TypeError, ValueError)
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "md5").hexdigest()
     if md5 is not None:
         check_md5(found, md5, str(path))
     try:
         entries = loadmat(path, variable_names=["X", "y"])
-    except (MatReadError, ValueError, TypeError, NotImplementedError, OSError) as error:
+    except damage as error:
         raise ValueError(f"{path}: not a readable MATLAB 5 file: {error}") from error
     if not {"X", "y"} <= entries.keys():
         raise ValueError(f"{path}: expected the variables X and y")
