@@ -10,7 +10,8 @@ ODE, whatever its schedule; with s the field, sigma falling from sigma_max to si
 last, optional `denoise` step is Tweedie's ``x + sigma_min^2 s``, the mean of x0 given x.
 
 Each returns a `Solution` with the number of evaluations of the field that really happened. The field is never
-asked outside [sigma_min, sigma_max]. The state is kept in double precision, the field sees x's type.
+asked outside [sigma_min, sigma_max]: `Evaluator` refuses such a level (`langevin` asks at its level alone).
+The state is kept in double precision, the field sees x's type.
 
 Noise comes from `BatchNoise` or `PerSampleNoise` (see `curlfree.noise`); with the latter a sample does not
 depend on the batch that it is drawn in, nor on the device but for rounding.
@@ -39,6 +40,8 @@ Progress = Callable[[int, int], None]
 Observer = Callable[[Tensor, float | None], None]
 """Called with the state and its noise level at the start and after each step."""
 
+_ROUNDING = 1e-9  # how far, relatively, a noise level in double precision may be out of the range by rounding
+
 
 @dataclass(frozen=True, eq=False)
 class Solution:
@@ -61,7 +64,7 @@ class Evaluator:
     Args:
         field: the field.
         x: the starting points; the field is called with their type.
-        process: the process whose range is kept to; None for a field that is asked at one level or none.
+        process: the process whose range is required; None for a field that is asked at one level or none.
         condition: keyword arguments for the field.
         progress: called after every step.
         total: how many steps there will be.
@@ -83,12 +86,24 @@ class Evaluator:
         self.field, self.dtype, self.condition = field, x.dtype, condition or {}
         self.nfe = self.done = 0
         self.progress, self.total, self.observe = progress, total, observe
-        low, high = process.sigma_range if process else (0.0, math.inf)
-        self.low, self.high = _round(low, x.dtype, up=True), _round(high, x.dtype, up=False)
+        self.range = process.sigma_range if process else (0.0, math.inf)
+        self.low = _round(self.range[0], x.dtype, up=True)
+        self.high = _round(self.range[1], x.dtype, up=False)
 
     def inputs(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """x and sigma as the field is given them: in its type, in the range; counts one evaluation."""
+        """x and sigma as the field is given them: in its type, in the range; counts one evaluation.
+
+        Raises:
+            ValueError: a level is outside the range, by more than rounding.
+        """
         self.nfe += 1
+        low, high = self.range
+        outside = (sigma < low * (1 - _ROUNDING)) | (sigma > high * (1 + _ROUNDING))
+        if bool(outside.any()):
+            raise ValueError(
+                f"expected noise levels in the process' range [{low:.6g}, {high:.6g}], found sigma "
+                f"{float(sigma[outside][0]):.6g} at evaluation {self.nfe}; keep the solver in its interval"
+            )
         return x.to(self.dtype), sigma.to(x.device, self.dtype).clamp(self.low, self.high)
 
     @torch.no_grad()
@@ -165,7 +180,7 @@ def langevin(
         field: the score.
         x: the starting points.
         step_sizes: the step size a of every step.
-        sigma: the noise level that the field is asked at; None for a field without levels.
+        sigma: the noise level that the field is asked at, and no other; None for a field without levels.
         noise: the source of z; None for the deterministic variant ``x + a s`` of Section 3.1.
         condition: keyword arguments for the field.
         progress: called after every step.
