@@ -16,7 +16,7 @@ import torch
 from curlfree import checkpoint as ckpt
 from curlfree.config import RunConfig, save_config
 from curlfree.train import train
-from training import QC, TOY, images, pack, with_train
+from training import QC, TOY, free_port, images, pack, with_train
 
 PATIENCE = 240.0
 
@@ -119,14 +119,48 @@ def test_sigterm_exits_0_and_says_how_to_continue(tmp_path):
     assert said == f"stopped at step {step}; continue with: curlfree train {run}/config.json --out {run}\n"
 
 
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_sigterm_to_all_of_torchrun_saves_once_and_the_run_goes_on(tmp_path):
+    """The workers get it twice, from the group and from their agent; then two without an agent go on."""
+    config = with_train(replace(TOY, objective=QC), steps=10**6, checkpoint_every=50, validation_samples=0)
+    run = tmp_path / "run"
+    agent = subprocess.Popen(
+        [sys.executable, *LAUNCHER, *command(config, tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: newest_step(run) >= 50, agent)
+    os.killpg(agent.pid, signal.SIGTERM)
+    said, _ = agent.communicate(timeout=PATIENCE)
+    step = newest_step(run)
+    assert said.startswith(f"stopped at step {step};")
+    ckpt.verify(ckpt.path_of(run, step))
+
+    place = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    pair = [
+        subprocess.Popen([sys.executable, *command(config, tmp_path)], env=place | {"RANK": rank})
+        for rank in ("0", "1")
+    ]
+    wait_until(lambda: newest_step(run) > step, pair[0])
+    for process in pair * 2:
+        process.terminate()
+    assert [process.wait(PATIENCE) for process in pair] == [0, 0]
+    stopped = newest_step(run)
+    assert stopped > step
+    assert train(with_train(config, steps=stopped + 2), run, device="cpu") == stopped + 2
+
+
 @pytest.mark.slow
 def test_a_worker_killed_under_torchrun_is_restarted_and_the_run_finishes(tmp_path):
     """Two workers end, up to rounding, where one process does."""
     toy = with_train(replace(TOY, objective=QC), precision="float64", validation_samples=0)
     config = with_train(toy, steps=400, checkpoint_every=10)
     train(config, tmp_path / "alone", device="cpu")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    agent = subprocess.Popen([sys.executable, *launcher, *command(config, tmp_path)])
+    agent = subprocess.Popen([sys.executable, *LAUNCHER, "--max-restarts=3", *command(config, tmp_path)])
     run = tmp_path / "run"
     for rank, target in ((1, 20), (0, 100)):
         wait_until(lambda target=target: newest_step(run) >= target, agent)

@@ -2,10 +2,10 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from curlfree.operators import per_sample
 from curlfree.runlog import RunLog, cut_back
 from curlfree.runs import load_run
 from curlfree.step import draw, penalised_rows
-from curlfree.train import train
+from curlfree.train import stop_signals, train
 from curlfree.workers import Workers, fresh_store
-from training import QC, TOY, gradients, images, pack, shared_cases, with_train
+from training import QC, TOY, free_port, gradients, images, pack, shared_cases, with_train
 
 ALONE = Workers(0, 1, torch.device("cpu"))
 
@@ -148,17 +148,14 @@ def test_workers_and_accumulated_parts_add_up_to_one_batch(world, accumulate):
     assert relative(mean, whole) < 1e-14
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_two_gloo_processes_have_the_gradients_of_one(tmp_path, packed):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     script = Path(__file__).with_name("training.py")
     processes = [
-        subprocess.Popen([sys.executable, script, packed, tmp_path], env=os.environ | place | {"RANK": rank})
+        subprocess.Popen(
+            [sys.executable, "-W", "error::FutureWarning", script, packed, tmp_path],
+            env=os.environ | place | {"RANK": rank},
+        )
         for rank in ("0", "1")
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
@@ -253,14 +250,20 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_is_saved(tmp_path):
 
 
 def test_sigterm_saves_and_ends_and_the_run_goes_on_from_there(tmp_path, monkeypatch):
-    original = RunLog.step
+    """Also when it comes again while the checkpoint is written."""
+    original, save = RunLog.step, ckpt.save
 
     def step(self: RunLog, numbers) -> None:
         if numbers.step == 2:
             signal.raise_signal(signal.SIGTERM)
         original(self, numbers)
 
+    def interrupted(*arguments) -> Path:
+        signal.raise_signal(signal.SIGTERM)
+        return save(*arguments)
+
     monkeypatch.setattr(RunLog, "step", step)
+    monkeypatch.setattr(ckpt, "save", interrupted)
     reached = train(TOY, tmp_path / "stopped", device="cpu")
     assert 2 < reached < TOY.train.steps and steps_of(tmp_path / "stopped")[-1] == reached
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -268,6 +271,17 @@ def test_sigterm_saves_and_ends_and_the_run_goes_on_from_there(tmp_path, monkeyp
     assert train(TOY, tmp_path / "stopped", device="cpu") == TOY.train.steps
     train(TOY, tmp_path / "whole", device="cpu")
     assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_second_interrupt_ends_at_once_unless_torchrun_repeats_each(monkeypatch, torchrun):
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with nullcontext() if torchrun else pytest.raises(KeyboardInterrupt), stop_signals() as received:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+    assert received == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM] + [signal.SIGINT] * torchrun
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(tmp_path, capsys):

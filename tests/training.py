@@ -1,6 +1,7 @@
 """Runs of a few steps, and their gradients, alone or as one of several processes (run as a script)."""
 
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,13 @@ def images(path: Path, *, dropout: float = 0.0, classes: int | None = None) -> R
 
 def with_train(config: RunConfig, **changes: object) -> RunConfig:
     return replace(config, train=replace(config.train, **changes))
+
+
+def free_port() -> str:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def gradients(config: RunConfig, workers: Workers, step: int = 5) -> dict[str, Tensor]:

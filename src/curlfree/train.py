@@ -10,6 +10,8 @@ SIGINT end it after a checkpoint, at a step that all workers agree on.
 """
 
 import fcntl
+import inspect
+import os
 import signal
 import sys
 import threading
@@ -71,8 +73,8 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
         first, ema, optimizer = restore(config, out, field, data, workers)
         model, hold = distribute(field, workers)
         call = torch.compile(model) if config.train.compile else model
-        log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
         stop = stack.enter_context(stop_signals())
+        log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
         parameters = [p for p in field.parameters() if p.requires_grad]
 
         pending: Sent | None = None
@@ -123,7 +125,10 @@ def distribute(
     """The field as all workers train it together, and how to hold back the exchange of gradients."""
     if workers.world == 1:
         return field, nullcontext
-    model = DistributedDataParallel(field, broadcast_buffers=False)
+    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 has a new name for this
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    switch: dict[str, Any] = {name: False}
+    model = DistributedDataParallel(field, **switch)
     return model, model.no_sync
 
 
@@ -295,7 +300,11 @@ def preview(config: RunConfig, process: Process, field: Averaged, like: Tensor) 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT in a list, so that the loop can save and end; a second one ends at once."""
+    """Collect SIGTERM and SIGINT in a list, so that the loop can save and end.
+
+    A repeated SIGTERM changes nothing: the agent of torchrun passes on the one that a cluster has sent to
+    every process already. A second SIGINT ends at once, except under torchrun, which passes that on, too.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -304,8 +313,8 @@ def stop_signals() -> Iterator[list[int]]:
 
     def note(number: int, _: Any) -> None:
         received.append(number)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(number, before[signal.SIGINT])
 
     for number in before:
         signal.signal(number, note)
