@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import curlfree.measures
+from curlfree import cli
 from curlfree.data.images import ArrayFile
 from curlfree.data.packed import prepare
 from curlfree.distributions import Distribution, eight_gaussians
@@ -18,8 +19,10 @@ from curlfree.evaluate import EvaluateConfig, evaluate
 from curlfree.processes import VE
 from curlfree.runs import Run
 from curlfree.sample import SampleConfig
+from curlfree.train import train
 from curlfree.workers import Workers
 from runs import GaussianScore, image_config, image_run, toy_run
+from training import images, pack
 
 CPU = torch.device("cpu")
 DATA = eight_gaussians()
@@ -252,6 +255,75 @@ def test_images_are_evaluated_without_a_download(packed: Path, tmp_path: Path) -
         reference.write_bytes(damaged)
         with pytest.raises(ValueError, match="truncated or altered"):
             evaluate(again, replace(config, metrics=("samples",)))
+
+
+def means_of_rows(images: Tensor) -> Tensor:
+    """A feature network of four numbers."""
+    return images.float().mean((1, 3)) / 255
+
+
+def few_samples(packed: Path, folder: Path, n: int, **changes: object) -> tuple[Run, EvaluateConfig]:
+    """A run, and an evaluation of few samples by the network above."""
+    run = image_run(folder, GaussianScore(torch.zeros(1), 0.3), image_config(path=str(packed)))
+    few = replace(IMAGES.samples, n=n)
+    network = f"{__name__}:means_of_rows"
+    return run, replace(IMAGES, metrics=("samples",), samples=few, features=network, **changes)
+
+
+@pytest.mark.parametrize(("n", "missing"), [(6, {"kid"}), (3, {"kid", "precision", "recall"})])
+def test_too_few_samples_for_one_metric_leave_the_others(
+    packed: Path, tmp_path: Path, n: int, missing: set[str]
+) -> None:
+    run, config = few_samples(packed, tmp_path / "run", n)
+    metrics = evaluate(run, config)
+    assert metrics.keys() == {"fid", "kid", "precision", "recall"}
+    for name, metric in metrics.items():
+        assert (metric["value"] is None) == (name in missing)
+        assert metric["how"].startswith("not computed: ") == (name in missing)
+    assert f"found 60 real and {n} generated" in metrics["kid"]["how"]
+    assert json.loads((run.folder / "metrics.json").read_text())["metrics"] == metrics
+
+
+def test_rank_0_decides_whether_the_reference_is_there(packed: Path, tmp_path: Path) -> None:
+    """Another job may write the file between the looks of two ranks; both must then make the pieces."""
+    answers = []
+
+    class Second(Workers):
+        def agree(self, number: int) -> int:
+            answers.append(number)
+            return 0  # rank 0 saw no file
+
+    run, config = few_samples(packed, tmp_path / "run", 8, references=tmp_path / "references")
+    evaluate(run, config)
+    pieces = next((run.folder / "evaluation").glob("reference-*"))
+    for piece in pieces.iterdir():
+        piece.unlink()
+    with pytest.raises(ValueError, match="no such file"):  # nobody makes rank 0's pieces here
+        evaluate(run, config, team=Second(1, 2, CPU))
+    assert answers == [0] and sorted(p.stem for p in pieces.iterdir()) == ["000001", "000003"]
+
+
+def test_damaged_reference_statistics_are_refused_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = images(pack(tmp_path))
+    train(replace(config, train=replace(config.train, steps=1)), tmp_path / "run", device="cpu")
+    words = ["evaluate", tmp_path / "run", "--device", "cpu", "--references", tmp_path / "references"]
+    words += ["--metrics", "samples", "--features", f"{__name__}:means_of_rows"]
+    words += ["--samples.n", 8, "--samples.steps", 2]
+    command = [str(word) for word in words]
+    assert cli.main(command) == 0
+    (reference,) = (tmp_path / "references").iterdir()
+    whole = reference.read_bytes()
+    for damaged in (whole[:-5], whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], b""):
+        reference.write_bytes(damaged)
+        capsys.readouterr()
+        assert cli.main(command) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"curlfree: {reference}: ") and said.err.count("\n") == 1
+        assert "truncated or altered" in said.err and "delete it to have it made again" in said.err
+    reference.unlink()
+    assert cli.main(command) == 0 and reference.read_bytes() == whole
 
 
 def test_the_class_of_the_data_reaches_the_field(packed: Path, tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def evaluate(words: Sequence[str]) -> None:
 def show(entry: Any) -> str:
     """A metric with its error."""
     if not isinstance(entry.get("value"), (int, float)):
-        return "see the file"
+        return str(entry.get("how", "see the file"))
     se = entry.get("se")
     return f"{entry['value']:.6g}" + (f" +- {se:.2g}" if isinstance(se, (int, float)) else "")
 

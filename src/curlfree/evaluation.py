@@ -241,6 +241,11 @@ def entry(estimate: Estimate, n: int, how: str) -> Metric:
     return {"value": estimate.value, "se": finite(estimate.se), "n": n, "how": how}
 
 
+def absent(n: int, why: str) -> Metric:
+    """A metric that cannot be computed from so few samples; the others are."""
+    return {"value": None, "se": None, "n": n, "how": f"not computed: {why}"}
+
+
 def level_entry(sigma: float, estimate: Estimate, n: int) -> Metric:
     """The row of one noise level."""
     return {"sigma": sigma, "value": estimate.value, "se": finite(estimate.se), "n": n}

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from curlfree.evaluation import (
+    EvaluateConfig,
     Evaluation,
     Metric,
+    absent,
     by_level,
     entry,
     finite,
@@ -272,17 +274,11 @@ def samples(task: Evaluation) -> Summary:
         fake = torch.cat([p["features"] for p in found]).to(real.device)
         n = len(fake)
         source = f"{identity}; {config.reference} split, {len(real)} images"
-        block = min(config.kid_block, len(real) // 4, n // 4)
-        order = stream(config.seed, "kid")
         metrics = {
             "fid": entry(
                 fid(real, fake), n, f"Frechet distance of features of {source}; biased up by O(1/n)"
             ),
-            "kid": entry(
-                kid(real, fake, block=block, generator=order),
-                n,
-                f"unbiased MMD^2, cubic kernel, mean over disjoint blocks of {block}, features of {source}",
-            ),
+            "kid": _kid(real, fake, config, f"features of {source}"),
             **_precision_recall(real, fake, config.neighbours, f"features of {source}"),
         }
         if "logits" in found[0]:
@@ -305,7 +301,8 @@ def reference_features(task: Evaluation, network: FeatureNetwork, identity: str)
     n = min(config.reference_n or data.count, data.count)
     who = {"network": identity, "data": data.name, "n": n, "seed": config.seed}
     path = (config.references or task.folder) / f"reference-{fingerprint(who)}.safetensors"
-    if path.exists():
+    # Only rank 0 looks: another job may write the file between two ranks' looks, and all must go one way.
+    if task.team.agree(task.team.leads and path.exists()):
         load_tensors(path, who)
         return path
     order = torch.randperm(data.count, generator=stream(config.seed, "reference"))[:n].sort().values
@@ -328,7 +325,22 @@ def _drawn(drawn: Samples, metrics: dict[str, Metric]) -> dict[str, Metric]:
     }
 
 
+def _kid(real: Tensor, fake: Tensor, config: EvaluateConfig, space: str) -> Metric:
+    n, block = len(fake), min(config.kid_block, len(real) // 4, len(fake) // 4)
+    if block < 2:
+        return absent(
+            n,
+            "blocks are a quarter of the images or kid_block, whichever is less, and need at least 2 images; "
+            f"found {len(real)} real and {n} generated, kid_block = {config.kid_block}",
+        )
+    how = f"unbiased MMD^2, cubic kernel, mean over disjoint blocks of {block}, {space}"
+    return entry(kid(real, fake, block=block, generator=stream(config.seed, "kid")), n, how)
+
+
 def _precision_recall(real: Tensor, fake: Tensor, k: int, space: str) -> dict[str, Metric]:
+    if min(len(real), len(fake)) <= k:
+        why = f"k = {k} needs more than {k} of each, found {len(real)} real and {len(fake)} generated"
+        return {"precision": absent(len(fake), why), "recall": absent(len(real), why)}
     found = precision_recall(real, fake.to(real), k)
     how = (
         f"k = {k} nearest neighbours, {found.n_real} real and {found.n_fake} generated, {space}; binomial se"
