@@ -2,12 +2,14 @@
 
 Trains a small NCSN++ on real images (16 x 16, grey, from a packed data set), then measures for each estimator
 
-* the relative variance per probe of its value, at several noise levels, about exact Jacobians;
-* the noise of its parameter gradient, tr Var / |mean|^2 per sample, with weight sigma^4 over all levels;
-* the counted FLOPs of a whole training step (score matching and penalty), in forward passes of the network;
+* the relative variance per probe of its value, at several noise levels, about exact Jacobians, and the
+  counted FLOPs of one value, in forward passes of the network;
+* the noise of its parameter gradient, tr Var / |mean|^2 per sample, with weight sigma^4 over all levels, and
+  the counted FLOPs of a whole training step (score matching and penalty): on one evaluation of the network
+  (`curlfree.jacobian`), or as `curlfree.qc_loss` does it, which evaluates the network again;
 
-and their product, relative to the paper's Algorithm 1 with its two backward stages. Writes a record (raw
-values, configuration, hardware) and, from it, the page of the documentation.
+and their products, the second relative to the paper's Algorithm 1 with its two backward stages. Writes a
+record (raw values, configuration, hardware) and, from it, the page of the documentation.
 
     python benchmarks/variance.py --data cifar10.packed --out benchmarks/records/variance.json \
         --page docs/benchmarks/estimators.md
@@ -48,7 +50,22 @@ NAMES = {
     "paper dual": "est~, detached dual (no double backward)",
     "pair": "pair (rank one)",
     "loop": "loop (finite differences)",
+    "exact": "exact (Eq. 13), D products",
+    "trace": "trace form (Eq. 14), D products",
+    "skew qc_loss double": "skew by `qc_loss(form='double')`",
+    "skew qc_loss dual": "skew by `qc_loss(form='dual')`, its choice for this network",
+    "paper qc_loss double": "est~ by `qc_loss(form='double')`",
 }
+SOURCE = {  # whose gradient it is
+    "algorithm1": "paper",
+    "paper dual": "paper",
+    "paper qc_loss double": "paper",
+    "skew dual": "skew",
+    "skew qc_loss double": "skew",
+    "skew qc_loss dual": "skew",
+    "trace": "exact",
+}
+SAMPLED = ("est", "paper", "skew", "pair")
 
 
 def images(path: str) -> Tensor:
@@ -84,7 +101,9 @@ def train(data: Tensor, steps: int, seed: int) -> NCSNpp:
     return average.module.eval()
 
 
-def value_variance(net: NCSNpp, data: Tensor, seed: int, photos: int, draws: int) -> dict[str, dict]:
+def value_variance(
+    net: NCSNpp, data: Tensor, seed: int, photos: int, draws: int, loop_draws: int
+) -> dict[str, dict]:
     """Relative variance per probe about exact Jacobians, pooled over images, for each level and estimator."""
     table = {}
     for level in LEVELS:
@@ -99,7 +118,18 @@ def value_variance(net: NCSNpp, data: Tensor, seed: int, photos: int, draws: int
         rest = 0.5 * (J + J.mT) - J.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye
         row["nasym"] = float(0.5 * asym.sum() / norm2.sum())
         row["skew_to_traceless"] = float((0.5 * asym.sum() / rest.square().sum()).sqrt())
-        for name in ("est", "paper", "skew", "pair"):
+        x = x0 + level * z
+        row |= {name: {"relative_variance": 0.0} for name in ("exact", "trace")}
+        with torch.no_grad():
+            loops = [
+                cf.asymmetry(net, x, sigma, estimator="loop", generator=generator) for _ in range(loop_draws)
+            ]
+        values = torch.stack(loops).double()
+        row["loop"] = {
+            "relative_variance": float((values.var(0) / asym**2).mean()),
+            "mean_over_exact": float((values.mean(0) / asym).mean()),
+        }
+        for name in SAMPLED:
             second, mean = 0.0, 0.0
             for matrix, a in zip(J, asym, strict=True):
                 operator = Operator.from_matrix(matrix.expand(draws, -1, -1))
@@ -153,17 +183,35 @@ def dual_step(name: str) -> Callable:
     return step
 
 
+def library_step(name: str, form: str) -> Callable:
+    """A step as a user writes it: `cf.dsm`, and `cf.qc_loss` beside it."""
+
+    def step(net: NCSNpp, x: Tensor, sigma: Tensor, z: Tensor, generator: torch.Generator) -> None:
+        level = sigma[:, None, None, None]
+        sm = (sigma**2 * cf.dsm(net, x - level * z, sigma, z)).mean()
+        options = {"estimator": name, "form": form, "generator": generator}
+        (sm + cf.qc_loss(net, x, sigma, weight=sigma**4, **options)).backward()
+
+    return step
+
+
 STEPS: dict[str, Callable] = {
     "algorithm1": lambda net, x, sigma, z, g: two_stages(net, x, sigma, z, estimators.rademacher(x, g), 1.0),
-    **{name: one_backward(name) for name in ("est", "paper", "skew", "pair", "loop")},
+    **{name: one_backward(name) for name in ("est", "paper", "skew", "pair", "loop", "exact", "trace")},
     "skew dual": dual_step("skew"),
     "paper dual": dual_step("paper"),
+    "skew qc_loss double": library_step("skew", "double"),
+    "skew qc_loss dual": library_step("skew", "dual"),
+    "paper qc_loss double": library_step("paper", "double"),
 }
 
 
 def flops(net: NCSNpp, data: Tensor, seed: int) -> dict[str, float]:
-    """Counted FLOPs of one training step, in forward passes; "U" is score matching alone."""
-    x0, sigma, z = noisy(data, 8, stream(seed, "flops"))
+    """Counted FLOPs in forward passes, of one training step ("U": score matching alone) and of one value.
+
+    For one image: the counts are proportional to the batch, and dense Jacobians need much memory.
+    """
+    x0, sigma, z = noisy(data, 1, stream(seed, "flops"))
     x = x0 + sigma[:, None, None, None] * z
 
     def count(call: Callable[[], object]) -> float:
@@ -177,6 +225,10 @@ def flops(net: NCSNpp, data: Tensor, seed: int) -> dict[str, float]:
     passes = {"U": count(lambda: cf.dsm(net, x0, sigma, z).mean().backward()) / one}
     for name, step in STEPS.items():
         passes[name] = count(lambda s=step: s(net, x, sigma, z, stream(seed, "flops probe"))) / one
+        print(f"{name}: {passes[name]:.2f} F", flush=True)
+    with torch.no_grad():
+        for name in estimators.ESTIMATORS:
+            passes[f"value {name}"] = count(lambda n=name: cf.asymmetry(net, x, sigma, estimator=n)) / one
     return {"forward_gflop": one / 1e9} | passes
 
 
@@ -189,11 +241,13 @@ def gradient(net: NCSNpp, name: str, data: Tensor, generator: torch.Generator) -
     return torch.cat([g.flatten() for g in gradients if g is not None])
 
 
-def gradient_noise(net: NCSNpp, data: Tensor, seed: int, draws: int) -> dict[str, dict[str, float]]:
+def gradient_noise(
+    net: NCSNpp, data: Tensor, seed: int, draws: int, exact_draws: int
+) -> dict[str, dict[str, float]]:
     """tr Var and |mean|^2 of the per-sample gradient; the mean is that of the quietest, skew."""
     moments = {}
-    for name in ("skew", "paper", "est", "pair", "loop"):
-        n = 3 * draws if name == "skew" else draws
+    for name in ("skew", "paper", "est", "pair", "loop", "exact"):
+        n = {"skew": 3 * draws, "exact": exact_draws}.get(name, draws)
         total, squares, each = 0.0, 0.0, []
         for i in range(n):
             g = gradient(net, name, data, stream(seed, "gradient", i)).double()  # same data in every arm
@@ -213,7 +267,6 @@ def gradient_noise(net: NCSNpp, data: Tensor, seed: int, draws: int) -> dict[str
 def page(record: dict) -> str:
     """The page of the documentation."""
     noise, cost, values = record["gradient"], record["flops"], record["value"]
-    source = {"algorithm1": "paper", "paper dual": "paper", "skew dual": "skew"}
     base = noise["paper"]["noise"] * cost["algorithm1"]
     hardware, config = record["provenance"]["hardware"], record["config"]
     lines = [
@@ -230,15 +283,18 @@ def page(record: dict) -> str:
         "## Gradient noise x cost of a training step",
         "",
         "Noise is tr Var / |mean|^2 of one sample's parameter gradient, one Rademacher probe, weight",
-        "sigma^4, all noise levels. Cost is the counted FLOPs of the whole step, score matching included, in",
-        "forward passes (a step without a penalty: "
-        f"{cost['U']:.2f}). The last column divides noise x cost of the paper's code by each.",
+        "sigma^4, all noise levels; the exact loss has that of the images and levels alone, from "
+        f"{config['exact_gradients']} draws.",
+        "Cost is the counted FLOPs of the whole step, score matching included, in forward passes (a step",
+        f"without a penalty: {cost['U']:.2f}); unless `qc_loss` is named, the penalty uses score matching's",
+        "evaluation of the network where it can. The last column divides noise x cost of the paper's code by",
+        "each.",
         "",
         "| estimator | gradient noise | cost (F) | noise x cost | better than the paper's code |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, label in NAMES.items():
-        m = noise[source.get(name, name)]
+        m = noise[SOURCE.get(name, name)]
         product = m["noise"] * cost[name]
         lines.append(
             f"| {label} | {m['noise']:.3g} ± {m['variance_se'] / m['variance'] * m['noise']:.2g} "
@@ -249,18 +305,41 @@ def page(record: dict) -> str:
         "## Variance of the value",
         "",
         "Relative variance per Rademacher probe about exact Jacobians, "
-        f"{config['photos']} images x {config['draws']:,} probes. ‖K‖/‖S - tr‖ compares the skew part with",
-        "the symmetric part without its multiple of I, which adds nothing to these variances but est's.",
+        f"{config['photos']} images x {config['draws']:,} probes (loop: {config['loop_draws']:,}, on the",
+        "network itself). ‖K‖/‖S - tr‖ compares the skew part with the symmetric part without its",
+        "multiple of I,",
+        "which adds nothing to these variances but est's.",
         "",
-        "| sigma | NAsym | ‖K‖/‖S - tr‖ | est | est~ (paper) | skew | pair | est~ / skew |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| sigma | NAsym | ‖K‖/‖S - tr‖ | est | est~ (paper) | skew | pair | loop | est~ / skew |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for level, row in values.items():
-        v = {name: row[name]["relative_variance"] for name in ("est", "paper", "skew", "pair")}
+        v = {name: row[name]["relative_variance"] for name in (*SAMPLED, "loop")}
         lines.append(
             f"| {level} | {row['nasym']:.2e} | {row['skew_to_traceless']:.3f} | {v['est']:.3g} "
-            f"| {v['paper']:.3g} | {v['skew']:.3g} | {v['pair']:.3g} | {v['paper'] / v['skew']:.1f} |"
+            f"| {v['paper']:.3g} | {v['skew']:.3g} | {v['pair']:.3g} | {v['loop']:.3g} "
+            f"| {v['paper'] / v['skew']:.1f} |"
         )
+    lines += [
+        "",
+        "## Variance of the value x cost",
+        "",
+        "The relative variance, mean over the levels, times the counted FLOPs of one value",
+        "(`curlfree.asymmetry` without gradients), in forward passes. This network propagates its own",
+        "tangents, so that J v costs two passes.",
+        "",
+        "| estimator | relative variance | cost (F) | variance x cost | better than est~ |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    mean = {
+        name: sum(row[name]["relative_variance"] for row in values.values()) / len(values)
+        for name in estimators.ESTIMATORS
+    }
+    paper = mean["paper"] * cost["value paper"]
+    for name in estimators.ESTIMATORS:
+        product = mean[name] * cost[f"value {name}"]
+        times = "-" if mean[name] == 0 else f"{paper / product:.3g}x"
+        lines.append(f"| {name} | {mean[name]:.3g} | {cost[f'value {name}']:.2f} | {product:.3g} | {times} |")
     return "\n".join(lines) + "\n"
 
 
@@ -272,7 +351,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--photos", type=int, default=8)
     parser.add_argument("--draws", type=int, default=5000)
+    parser.add_argument("--loop-draws", type=int, default=500)
     parser.add_argument("--gradients", type=int, default=400)
+    parser.add_argument("--exact-gradients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.data:
@@ -288,14 +369,16 @@ def main() -> None:
                 "steps": args.steps,
                 "photos": args.photos,
                 "draws": args.draws,
+                "loop_draws": args.loop_draws,
                 "gradients": args.gradients,
+                "exact_gradients": args.exact_gradients,
                 "seed": args.seed,
                 "parameters": sum(p.numel() for p in net.parameters()),
                 "loss": loss,
             },
             "flops": flops(net, data, args.seed),
-            "value": value_variance(net, data, args.seed, args.photos, args.draws),
-            "gradient": gradient_noise(net, data, args.seed, args.gradients),
+            "value": value_variance(net, data, args.seed, args.photos, args.draws, args.loop_draws),
+            "gradient": gradient_noise(net, data, args.seed, args.gradients, args.exact_gradients),
         }
         record["provenance"] = provenance(time.time() - start)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
