@@ -309,6 +309,8 @@ def test_demo_writes_a_record_figures_and_a_report(mode: Any, tmp_path: Path) ->
     stored = json.loads((tmp_path / "metrics.json").read_text())
     arms = stored["values"][{"paper": "published"}.get(mode, mode)]["checkerboard"]
     assert set(arms) == (set(PAPER_ARMS) if mode == "paper" else {"C+", "U+", "QC+"})
+    (perfect,) = stored["values"]["sets"]["checkerboard"].get("exact score by the authors' rules", [{}])
+    assert (perfect.get("score_error_matched") == 0) == (mode == "paper")
     assert all(len(runs) == 2 for runs in arms.values())
     assert stored["seeds"] == [0, 1]
     page = (tmp_path / "report.html").read_text()
@@ -333,9 +335,43 @@ def test_every_cell_that_differs_has_a_measured_cause() -> None:
     made, recipe = small("QC", 2)
     runs = published(train(made, recipe, PROBLEM, [0, 1]).field, PROBLEM, [0, 1], Sizes(20, 10, 20), CPU)
     far = [{name: value + 1e3 for name, value in run.items()} for run in runs]
-    arms = {"C": far, "U": far, "QC": far}
-    stated = toy2d_page.disagreements({"published": {"checkerboard": arms}, "corrected": {}, "sets": {}})
+    values = {"published": {"checkerboard": {"C": far, "U": far, "QC": far}}, "corrected": {}, "sets": {}}
+    stated = toy2d_page.disagreements(values)
     assert len(stated) == len(PAPER_ARMS) * len(toy2d_page.METRICS)
+    assert all(item.why.startswith("None of what was varied explains it. Measured: ") for item in stated)
+
+
+def test_a_cause_is_what_gives_the_printed_number() -> None:
+    runs = [{"nll": 5.0, "nll_prior": 4.2}, {"nll": 5.1, "nll_prior": 4.3}, {"nll": 5.05, "nll_prior": 4.25}]
+
+    def verdict(value: float) -> str:
+        return toy2d_page.cause((value, 0.01), runs, "nll").split(":")[1].split(".")[0].strip()
+
+    assert verdict(4.25) == "a prior of the right variance"
+    assert verdict(5.1) == "the spread over seeds"
+    assert toy2d_page.cause((4.7, 0.01), runs, "nll").startswith("None of what was varied")
+    doubled = toy2d_page.cause((0.8, 0.0), [{"score_error": 0.4, "score_error_matched": 0.1,
+                                             "score_error_limit": 0.2}], "score_error")  # fmt: skip
+    assert doubled.startswith("Would explain it: no 1/2, as printed. Measured: our seeds (1)")
+
+
+def test_a_run_that_did_not_train_is_named() -> None:
+    def runs(*losses: float) -> list[dict[str, float]]:
+        return [{"dsm": loss} for loss in losses]
+
+    sets = {"spirals": {toy2d_page.EXACT: runs(0.5)}}
+    values = {"published": {}, "corrected": {"spirals": {"U": runs(0.6, 1.2), "C": runs(0.7)}}, "sets": sets}
+    (line,) = toy2d_page.summary(values)
+    assert "DID NOT TRAIN" in line
+    assert line.endswith("U (1 of 2).")
+
+
+def test_cells_that_were_not_run_say_so() -> None:
+    run = dict.fromkeys([*toy2d_page.METRICS, "nll_prior"], 1.0)
+    values = {"published": {"spirals": {"U": [run, run]}}, "corrected": {}, "sets": {}}
+    (table, *_) = toy2d_page.tables(values)
+    assert [row[0] for row in table.rows] == ["Spirals: C", "Spirals: U", "Spirals: QC"]
+    assert [row[2] for row in table.rows] == ["not run", "1", "not run"]
 
 
 @pytest.mark.parametrize("arm", ["U", "QC", "U+", "QC+"])
