@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from curlfree.neighbours import precision_recall
+from curlfree.neighbours import covered, precision_recall
 
 
 def vectors(n: int, d: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -47,14 +47,31 @@ def test_equals_brute_force_for_every_chunk(
     assert (found.k, found.n_real, found.n_fake) == (k, n, m)
 
 
-def test_single_precision_agrees_far_from_the_origin() -> None:
-    """Centring keeps the digits that the offset would cost."""
-    real, fake = vectors(700, 64, 0, shift=1000.0), vectors(600, 64, 1, 0.9, shift=1000.05)
+def features(n: int, size: int, shift: float, seed: int) -> Tensor:
+    """Vectors that vary in 8 directions and slightly in all others, far from the origin."""
+    axes = vectors(8, size, 99) / 8**0.5
+    return (vectors(n, 8, seed) + shift) @ axes + 0.05 * vectors(n, size, seed + 100) + 1000
+
+
+def margins(x: Tensor, centres: Tensor, k: int = 3) -> Tensor:
+    """How deep each vector lies in a ball, squared; negative outside all: brute force in double precision."""
+    radii = np.sort(cdist(centres, centres), axis=1)[:, k]
+    return torch.from_numpy((radii**2 - cdist(x, centres) ** 2).max(1))
+
+
+def test_every_decision_in_single_precision_is_that_of_brute_force() -> None:
+    """Centring keeps the digits that the offset would cost, and no vector here is nearer to an edge."""
+    real, fake = features(700, 64, 0.0, 0), features(600, 64, 0.7, 1)
+    for x, centres in ((fake, real), (real, fake)):
+        depth = margins(x, centres)
+        length2 = float((centres - centres.mean(0)).square().sum(1).max())
+        assert float(depth.abs().min()) > 1e-5 * length2  # ten times what single precision loses: no ties
+        assert torch.equal(covered(x, centres, chunk=256), depth >= 0)
+        assert 0.5 < float((depth >= 0).double().mean()) < 0.8
+        others = (margins(x, centres, 2) >= 0) != (depth >= 0)
+        assert int(others.sum()) >= 0.05 * len(x)  # a wrong radius would not go unnoticed
     found = precision_recall(real, fake, chunk=256)
-    precision, recall = brute_force(real, fake, 3)
-    assert abs(found.precision - precision) <= 2 / 600
-    assert abs(found.recall - recall) <= 2 / 700
-    assert 0.1 < found.recall < 0.9
+    assert (found.precision, found.recall) == brute_force(real, fake, 3)
 
 
 def test_swapping_the_sets_swaps_precision_and_recall() -> None:
@@ -109,10 +126,10 @@ def test_fifty_thousand_inception_features_fit_and_match_the_cpu() -> None:
     found = precision_recall(real, fake)
     assert torch.cuda.max_memory_allocated() < 6 * 2**30
     assert found.n_real == 50_000
-    few = precision_recall(real[:600], fake[:600])
-    assert (few.precision, few.recall) == pytest.approx(
-        brute_force(real[:600].double().cpu(), fake[:600].double().cpu(), 3), abs=2 / 600
-    )
+    few = covered(fake[:600], real[:600]).cpu()
+    depth = margins(fake[:600].double().cpu(), real[:600].double().cpu())
+    ties = depth.abs() < 1e-5 * float(real[:600].square().sum(1).max())
+    assert torch.equal(few[~ties], depth[~ties] >= 0) and int(ties.sum()) < 30
 
 
 def test_refusals() -> None:
@@ -123,5 +140,9 @@ def test_refusals() -> None:
         precision_recall(x, x, 0)
     with pytest.raises(ValueError, match="expected fake vectors"):
         precision_recall(x, vectors(10, 3, 1))
+    with pytest.raises(ValueError, match="k=3 needs more than k vectors and k >= 1, got 3 centre ones"):
+        covered(x, x[:3])
+    with pytest.raises(ValueError, match="expected x vectors"):
+        covered(vectors(10, 3, 1), x)
     with pytest.raises(TypeError, match="floating point"):
         precision_recall(x, x.long())

@@ -6,9 +6,9 @@ recall the share of real vectors in a ball of a generated one. The paper (Table 
 k = 3; the features are the points themselves in two dimensions, those of a network for images.
 
 Both are exact. Of the distance matrix only one block of rows by columns exists at a time. Distances are
-``|a|^2 + |b|^2 - 2ab`` by matrix products of vectors centred on the mean of the real ones, in full float32
-(no TF32) or in float64. Float32 is wrong by about 1e-6 of the vectors' squared lengths, which decides for
-vectors at the very edge of a ball; so does every implementation's rounding.
+``|a|^2 + |b|^2 - 2ab`` by matrix products of vectors centred on the mean of the balls' centres, in full
+float32 (no TF32) or in float64. Float32 is wrong by about 1e-6 of the vectors' squared lengths, which decides
+for vectors at the very edge of a ball; so does every implementation's rounding.
 """
 
 from collections.abc import Iterator
@@ -55,17 +55,10 @@ def precision_recall(
     Raises:
         ValueError: the sets do not fit together or are too small for k.
     """
-    for name, features in (("real", real), ("fake", fake)):
-        check_floating(name, features)
-        if features.ndim != 2 or features.shape[1] != real.shape[1]:
-            raise ValueError(f"expected {name} vectors of shape (N, D), got {tuple(features.shape)}")
-        if not 1 <= k < len(features):
-            raise ValueError(f"k={k} needs more than k vectors and k >= 1, got {len(features)} {name} ones")
-    centre = real.double().mean(0)
-    real, fake = (real.double() - centre).to(dtype), (fake.double() - centre).to(dtype)
-    with full_precision():
-        precision = float(_covered(fake, real, _radii(real, k, chunk), chunk).double().mean())
-        recall = float(_covered(real, fake, _radii(fake, k, chunk), chunk).double().mean())
+    for name, vectors in (("real", real), ("fake", fake)):
+        _check(name, vectors, real, k)
+    precision = float(covered(fake, real, k, chunk=chunk, dtype=dtype).double().mean())
+    recall = float(covered(real, fake, k, chunk=chunk, dtype=dtype).double().mean())
     return PrecisionRecall(
         precision=precision,
         precision_se=(precision * (1 - precision) / len(fake)) ** 0.5,
@@ -75,6 +68,40 @@ def precision_recall(
         n_real=len(real),
         n_fake=len(fake),
     )
+
+
+def covered(
+    x: Tensor, centres: Tensor, k: int = 3, *, chunk: int = 8192, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Which vectors lie in the manifold of others: in a ball around one of the centres.
+
+    Args:
+        x: feature vectors, shape (M, D).
+        centres: feature vectors, shape (N, D), whose k-th neighbours among themselves set the radii.
+        k: which neighbour sets the radius.
+        chunk: rows and columns of the largest block of distances.
+        dtype: the type of the distances.
+
+    Returns:
+        Truth values, shape (M,).
+
+    Raises:
+        ValueError: the sets do not fit together, or there are too few centres for k.
+    """
+    _check("centre", centres, centres, k)
+    _check("x", x, centres)
+    origin = centres.double().mean(0)
+    x, centres = ((vectors.double() - origin).to(dtype) for vectors in (x, centres))
+    with full_precision():
+        return _covered(x, centres, _radii(centres, k, chunk), chunk)
+
+
+def _check(name: str, vectors: Tensor, like: Tensor, k: int | None = None) -> None:
+    check_floating(name, vectors)
+    if vectors.ndim != 2 or vectors.shape[1] != like.shape[1]:
+        raise ValueError(f"expected {name} vectors of shape (N, D), got {tuple(vectors.shape)}")
+    if k is not None and not 1 <= k < len(vectors):
+        raise ValueError(f"k={k} needs more than k vectors and k >= 1, got {len(vectors)} {name} ones")
 
 
 def _radii(x: Tensor, k: int, chunk: int) -> Tensor:
