@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-gpu lint types docs demo wheel clean
+.PHONY: setup test test-slow test-gpu coverage lint types docs demo wheel clean
 
 setup: $(READY)
 
@@ -22,6 +22,9 @@ test-slow: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+coverage: $(READY)
+	$(BIN)/python -m pytest --cov
 
 lint: $(READY)
 	$(BIN)/ruff check .
