@@ -70,7 +70,8 @@ def test_the_help_lists_commands_presets_and_fields(capsys):
         (["audit", "nowhere"], "no run here"),
         (["audit", "nowhere", "--levels", "0"], "expected --levels of at least 1"),
         (["reproduce", "everything", "--out", "x"], "everything"),
-        (["report", "nowhere"], "nowhere"),
+        (["report"], "expected the folder of a run or of `curlfree reproduce`, found none"),
+        (["report", "nowhere"], "nowhere: expected a training run (config.json)"),
         (["convert", "nowhere.pth", "--out", "x"], "nowhere.pth"),
     ],
 )
@@ -174,12 +175,19 @@ def test_reproduce_and_report_hand_their_options_over(capsys, tmp_path, monkeypa
         return SimpleNamespace(summary=["first", "second"])
 
     monkeypatch.setattr("curlfree.experiments.reproduce", reproduce)
-    monkeypatch.setattr("curlfree.report.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr(
+        "curlfree.report.report", lambda *given: asked.append(given) or tmp_path / "report.html"
+    )
     words = ["reproduce", "toy2d", "--mode", "paper", "--seeds", 2, "--quick", "--out", tmp_path]
     code, said, _ = run(capsys, *words)
     assert code == 0 and said == f"first\nsecond\nreport: {tmp_path}/report.html\n"
     assert asked == [("toy2d", {"out": tmp_path, "mode": "paper", "seeds": 2, "quick": True})]
-    assert run(capsys, "report", tmp_path)[:2] == (0, f"{tmp_path}/report.html\n")
+    for words, given in (
+        (["report", "gaussian"], ((Path("gaussian"),), None)),
+        (["report", "u", "qc", "--out", "both"], ((Path("u"), Path("qc")), Path("both"))),
+    ):
+        assert run(capsys, *words)[:2] == (0, f"{tmp_path}/report.html\n")
+        assert asked[-1] == given
 
 
 @pytest.mark.parametrize(

@@ -424,22 +424,25 @@ def reproduce(words: Sequence[str]) -> None:
 
 
 def report(words: Sequence[str]) -> None:
-    """Make report.html again from metrics.json and the figures in a folder."""
+    """Make report.html of training runs side by side, or again of an experiment."""
     import tyro
 
-    from curlfree.report import write_report
+    from curlfree.report import report as make
 
     @dataclass(frozen=True, kw_only=True)
     class Report:
-        """Make report.html from metrics.json and the figures that `curlfree reproduce` wrote.
+        """Make one self-contained page, report.html, and for training runs its figures as PNG and SVG.
 
         Args:
-            folder: where they are.
+            folders: training runs, shown side by side; or one folder that `curlfree reproduce` wrote.
+            out: where to write; by default the first folder.
         """
 
-        folder: tyro.conf.Positional[Path]
+        folders: tyro.conf.Positional[tuple[Path, ...]]
+        out: Path | None = None
 
-    print(write_report(parse(Report, words, "report").folder))
+    options = parse(Report, words, "report")
+    print(make(options.folders, options.out))
 
 
 def convert(words: Sequence[str]) -> None:

@@ -335,14 +335,15 @@ def load_config(path: Path) -> RunConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
+def flatten(entries: Any, where: str = "") -> dict[str, Any]:
+    """Nested entries as one level, with keys such as ``train.steps``."""
+    if not isinstance(entries, dict):
+        return {where: entries}
+    parts = [flatten(value, f"{where}.{name}" if where else name) for name, value in entries.items()]
+    return {name: value for part in parts for name, value in part.items()}
+
+
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
     """The fields in which two configurations differ, as ``train.steps: 100 != 200``."""
-
-    def flat(entries: Any, where: str = "") -> dict[str, Any]:
-        if not isinstance(entries, dict):
-            return {where: entries}
-        parts = [flat(value, f"{where}.{name}" if where else name) for name, value in entries.items()]
-        return {name: value for part in parts for name, value in part.items()}
-
-    a, b = flat(encode(one)), flat(encode(other))
+    a, b = flatten(encode(one)), flatten(encode(other))
     return [f"{key}: {a.get(key)} != {b.get(key)}" for key in sorted(a | b) if a.get(key) != b.get(key)]

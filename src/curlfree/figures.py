@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from numpy.typing import ArrayLike
 
 INCH_PIXELS = 150
@@ -35,6 +36,7 @@ class Theme:
         faint: grid lines and arrows.
         cycle: colours of the data, told apart by readers with colour blindness (Okabe and Ito, 2008).
         density: name of the colour map for counts.
+        span: the part of a colour map from dark to bright that can be seen on the background.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Theme:
     faint: str
     cycle: tuple[str, ...]
     density: str
+    span: tuple[float, float]
 
     def color(self, index: int) -> str:
         """The index-th data colour."""
@@ -53,6 +56,12 @@ class Theme:
         """The colour map for signed values: the background in the middle."""
         return LinearSegmentedColormap.from_list("signed", [self.cycle[0], self.paper, self.cycle[1]])
 
+    @property
+    def sequential(self) -> LinearSegmentedColormap:
+        """The colour map for lines in an order, such as noise levels."""
+        colors = matplotlib.colormaps["viridis"](np.linspace(*self.span, 64))
+        return LinearSegmentedColormap.from_list("ordered", [tuple(color) for color in colors])
+
 
 LIGHT = Theme(
     name="light",
@@ -61,6 +70,7 @@ LIGHT = Theme(
     faint="#a5adb6",
     cycle=("#0072b2", "#d55e00", "#009e73", "#aa3377", "#8a6d00", "#4a90c4", "#555555"),
     density="Blues",
+    span=(0.0, 0.85),
 )
 DARK = Theme(
     name="dark",
@@ -69,6 +79,7 @@ DARK = Theme(
     faint="#5d6772",
     cycle=("#56b4e9", "#ff8c42", "#2fd3a2", "#e58bc0", "#f0e442", "#9ecbff", "#bbbbbb"),
     density="cividis",
+    span=(0.3, 1.0),
 )
 Draw = Callable[[Theme], Figure]
 
@@ -206,6 +217,38 @@ def curve(
     axes.plot(x, y, color=theme.color(color), label=label, **style)
     if band is not None:
         axes.fill_between(x, *band, color=theme.color(color), alpha=0.22, lw=0)
+
+
+def log_scale(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers, if any curve has a positive value."""
+    drawn = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    if any((values > 0).any() for values in drawn):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_Plain())
+        axes.yaxis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(1.2, 0.5)))
+
+
+class _Plain(LogFormatter):
+    """Labels such as 0.3 and 500, where the axis has room for them."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def picture(image: ArrayLike, title: str, *, width: float = 3.6) -> Figure:
+    """An image of shape (H, W) or (H, W, 3), each pixel a sharp square, below a title.
+
+    Args:
+        image: grey values or colours, uint8.
+        title: above it.
+        width: in inches.
+    """
+    pixels = np.asarray(image)
+    figure, (axes,) = panels(1, 1, width=width, height=width * pixels.shape[0] / pixels.shape[1] + 0.2)
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="none")
+    axes.set_title(title)
+    axes.set_axis_off()
+    return figure
 
 
 def strip(axes: Axes, theme: Theme, groups: Sequence[ArrayLike], labels: Sequence[str]) -> None:

@@ -1,16 +1,18 @@
-"""Report: one self-contained HTML page from the record and the figures in a folder.
+"""Report: one self-contained HTML page from the files of an experiment or of training runs.
 
-Only files cross into it: ``metrics.json`` and the figures that it names. Nothing is computed here, so a
-report can be made again anywhere, and the page that it makes needs neither network nor the folder: styles are
-inline and figures are embedded, in a light and a dark version of which the reader's screen picks one. The
-page of training runs is put together by `curlfree.run_page`.
+Only files cross into it: an experiment's ``metrics.json`` and the figures that it names, or what training
+runs wrote (`curlfree.run_page`, which draws their figures). Nothing is computed here, so a report can be made
+again anywhere, and the page that it makes needs neither network nor the folder: styles are inline and figures
+are embedded, in a light and a dark version of which the reader's screen picks one.
 """
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from curlfree.experiments.records import FILE_NAME as RECORD
 from curlfree.experiments.records import Cell, Page, Plot, Record
 
 FILE_NAME = "report.html"
@@ -32,11 +34,47 @@ class Image:
     dark: str
 
 
-def write_report(folder: Path) -> Path:
+def report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Make ``report.html`` of training runs, one or several side by side, or of one experiment.
+
+    Args:
+        folders: runs (each has a ``config.json``), or what one experiment wrote.
+        out: where to write the page, and beside it the figures of runs; by default the first folder.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: folders of another or of both kinds, none at all, or a file that is missing or damaged.
+    """
+    from curlfree.run_page import run_page
+
+    if not folders:
+        raise ValueError("report: expected the folder of a run or of `curlfree reproduce`, found none")
+    runs = [folder for folder in folders if (folder / "config.json").is_file()]
+    out = out or folders[0]
+    if len(runs) == len(folders):
+        return write_page(run_page(runs, out), out, out / FILE_NAME)
+    other = next(folder for folder in folders if folder not in runs)
+    if not (other / RECORD).is_file():
+        raise ValueError(
+            f"{other}: expected a training run (config.json) or what `curlfree reproduce` wrote ({RECORD}), "
+            f"found neither"
+        )
+    if len(folders) > 1:
+        raise ValueError(
+            f"{other}: expected training runs, or one folder of `curlfree reproduce` alone, found it among "
+            f"{len(folders)} folders; make its page by itself"
+        )
+    return write_report(other, out)
+
+
+def write_report(folder: Path, out: Path | None = None) -> Path:
     """Make ``report.html`` from ``metrics.json`` and the figures in `folder`.
 
     Args:
         folder: what an experiment wrote.
+        out: where to write the page; by default the same folder.
 
     Returns:
         The path of the page.
@@ -44,7 +82,10 @@ def write_report(folder: Path) -> Path:
     Raises:
         ValueError: the record or a figure that it names is missing.
     """
-    return write_page(Record.load(folder).page, folder, folder / FILE_NAME)
+    page = Record.load(folder).page
+    out = out or folder
+    out.mkdir(parents=True, exist_ok=True)
+    return write_page(page, folder, out / FILE_NAME)
 
 
 def write_page(page: Page, figures: Path, path: Path) -> Path:

@@ -55,12 +55,14 @@ class Plot:
         title: what it shows, in a few words; also the text alternative.
         caption: what to see in it.
         how: how it was computed.
+        wide: several panels, which a narrow screen scrolls; otherwise it is fitted to the screen.
     """
 
     name: str
     title: str
     caption: str
     how: str
+    wide: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Page:
         config: every constant.
         provenance: software, commit and hardware (`curlfree.provenance`).
         source: which files hold the numbers.
+        methods: how numbers were computed whose table cannot hold it: what, and how.
     """
 
     title: str
@@ -103,6 +106,7 @@ class Page:
     config: dict[str, Any]
     provenance: dict[str, Any]
     source: str
+    methods: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
