@@ -1,15 +1,17 @@
 """The autoencoder of Sec. 6: the published run, seeds side by side, closed forms against the library's."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from curlfree import estimators
 from curlfree.experiments import autoencoder as a
+from curlfree.experiments import autoencoder_page as page
 from curlfree.operators import jacobian
 
-SEEDS = (0, 8, 3)
+SEEDS = (0, 3, 8)
 
 
 def double(weights: a.Weights) -> a.Weights:
@@ -41,14 +43,14 @@ def test_seed_8_starts_where_the_published_run_starts():
     assert f"{found['difference']:.3f}" == f"{printed['difference']:.3f}"
 
 
-@pytest.mark.slow
 def test_seed_8_ends_where_the_published_run_ends():
-    run = a.without_data([a.PAPER_SEED])
+    """Within 7,200 of its 10,002 steps; the committed record has them all."""
+    run = a.without_data([a.PAPER_SEED], steps=7200)
     final = {name: value[0] for name, value in run["final"].items()}
     assert a.reached(final)
     assert f"{final['difference']:.3f}" == f"{a.PAPER['last']['difference']:.3f}"
     assert run["outcome"] == [a.PARALLEL]
-    assert run["history"]["step"][-1] == 10_001
+    assert run["history"]["step"][-1] == 7199
 
 
 @pytest.mark.parametrize("decoder", [a.free, a.tied, a.parallel])
@@ -149,3 +151,100 @@ def test_data_of_a_seed_do_not_depend_on_the_other_seeds_or_on_the_order_of_step
     alone = a.dsm_with_penalty(a.ARMS[1], SEEDS[1:2])
     torch.testing.assert_close(alone(one(weights, 1), a.DATA_CHUNK + 3), later[1:2])
     torch.testing.assert_close(alone(one(weights, 1), 0), first[1:2])
+
+
+def test_signs_are_shares_of_points():
+    J = torch.tensor([[[-2.0, 9.0], [-9.0, -1.0]], [[-2.0, 0.0], [0.0, 1.0]], [[2.0, 0.0], [0.0, -1.0]]])
+    found = a.signs(torch.stack([J, -J]))
+    assert found["negative_trace"].tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert found["negative"].tolist() == pytest.approx([1 / 3, 0.0])
+
+
+def test_the_exact_scores_jacobian_has_the_recorded_signs():
+    """Against the closed form of the smoothed mixture's Hessian: the score is of a density with valleys."""
+    data = a.with_data([8], steps=1)["score"]
+    mixture, variance = a.mixture(), a.DATA_STD**2 + a.SIGMA**2
+    x = mixture.sample(20_000, torch.Generator().manual_seed(5), torch.float64)
+    x = x + a.SIGMA * torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    offset = mixture.means.double() - x[:, None]
+    share = torch.softmax(-offset.square().sum(2) / (2 * variance), dim=1)
+    mean = (share[..., None] * offset).sum(1, keepdim=True)
+    spread = torch.einsum("nk,nki,nkj->nij", share, offset - mean, offset - mean)
+    hessian = spread / variance**2 - torch.eye(2).double() / variance
+    positive = float((torch.linalg.eigvalsh(hessian)[:, -1] > 0).double().mean())
+    assert 0.1 < positive < 0.4
+    assert 1 - data["negative"] == pytest.approx(positive, abs=0.02)
+    trace = hessian.diagonal(dim1=1, dim2=2).sum(1)
+    assert data["negative_trace"] == pytest.approx(float((trace < 0).double().mean()), abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    return {"without_data": a.without_data(SEEDS, steps=3), "with_data": a.with_data(SEEDS, steps=3)}
+
+
+def text_of(values: dict[str, Any]) -> str:
+    items = page.disagreements(values)
+    return "\n".join([*page.summary(values), *(f"{d.paper} {d.ours} {d.why}" for d in items)])
+
+
+def ended(values: dict[str, Any], outcome: list[str], **final: list[float]) -> dict[str, Any]:
+    """The values, had the runs without data ended so."""
+    run = values["without_data"]
+    return {**values, "without_data": {**run, "outcome": outcome, "final": {**run["final"], **final}}}
+
+
+def test_sentences_about_the_kinds_of_conservative_runs_follow_the_values(values):
+    zero, apart = [1e-12, 1e-12, 1e-12], [1.0, 0.5, 2.0]
+    now = {"loss": zero, "sym": zero, "difference": apart}
+    parallel = text_of(ended(values, [a.PARALLEL] * 3, **now))
+    assert "3 of 3 seeds end as Fig. 3 shows" in parallel
+    assert "One number per unit gives 3 of the 3 by construction" in parallel
+    mixed = text_of(ended(values, [a.PARALLEL, a.MERGED, a.OTHERWISE], **now, joint_angle=[90.0, 0.01, 90.0]))
+    assert "One number per unit gives 2 of the 3 by construction" in mixed
+    assert "1 use more freedom" in mixed
+    crooked = ended(values, [a.PARALLEL, a.MERGED, a.MERGED], **now, joint_angle=[0.0, 0.01, 5.0])
+    assert "in 2 two units became one, in 1 of them with parallel sums" in text_of(crooked)
+    assert "gives 2 of the 3 by construction" in text_of(crooked)
+
+
+def test_sentences_about_the_arms_follow_the_values(values):
+    def scored(**esm: list[float]) -> dict[str, Any]:
+        data = values["with_data"]
+        arms = {
+            name: {**arm, "esm": esm.get(name.removeprefix("C "), arm["esm"])}
+            for name, arm in data["arms"].items()
+        }
+        return {**values, "with_data": {**data, "arms": arms}}
+
+    better = scored(QC=[0.2, 0.2, 0.2], tied=[0.3, 0.1, 0.3], parallel=[0.1, 0.1, 0.4])
+    found = text_of(better)
+    assert "QC has a lower score error than tied weights on 2 of 3 seeds" in found
+    assert "a lower one than QC on 2, and Asym of at most 0." in found
+    assert "preferable" not in text_of(scored(QC=[0.2, 0.2, 0.2], parallel=[0.3, 0.1, 0.3]))
+    score = {**better["with_data"], "score": {"negative_trace": 0.25, "negative": 0.125}}
+    found = text_of({**better, "with_data": score})
+    assert "Jacobian is negative at 25% of the test points" in found
+    assert "of the exact score 0.25 and 0.125" in page.tables({**better, "with_data": score})[-1].note
+
+
+def test_captions_follow_the_values(values, tmp_path, monkeypatch):
+    monkeypatch.setattr(page.figures, "save", lambda *_: None)
+    arms = values["with_data"]["arms"]
+    changed = {**arms, "QC": {**arms["QC"], "asym": [0.5, 0.25, 0.75], "angle": [1.0, 2.0, 3.0]}}
+    changed["C parallel"] = {**arms["C parallel"], "asym": [0.0, 1e-31, 0.0]}
+    values = ended(values, [a.FALLING] * 3, difference=[0.5, 0.02, 0.7])
+    captions = [
+        p.caption
+        for p in page.draw({**values, "with_data": {**values["with_data"], "arms": changed}}, tmp_path)
+    ]
+    assert "smallest ||W - R|| at the end is 0.02" in captions[1]
+    assert "between 0.25 and 0.75, its largest angles between 1 and 3 degrees" in captions[2]
+    assert "largest asymmetry of parallel columns is 1e-31" in captions[2]
+
+
+def test_progress_is_called_once_a_step():
+    done: list[str] = []
+    a.without_data([8], 3, done.append)
+    a.with_data([8], 2, done.append)
+    assert done == ["without data"] * 3 + [f"with data: {arm.name}" for arm in a.ARMS for _ in range(2)]

@@ -14,13 +14,22 @@ EPSILONS = (1e-3, 1e-2, 5e-2)
 
 
 @pytest.fixture(scope="module")
-def paper() -> dict:
-    return g.paper_mode()
+def progress() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def paper(progress) -> dict:
+    return g.paper_mode(progress.append)
 
 
 @pytest.mark.parametrize("arm", ["C", "U"])
 def test_the_printed_step_counts_come_out_digit_for_digit(paper, arm):
     assert paper[arm]["steps"] == list(g.PAPER[arm]["steps"])
+
+
+def test_progress_is_called_once_a_field(paper, progress):
+    assert progress == [f"paper mode: {arm}" for arm in g.DIRECTIONS for _ in g.EPSILONS]
 
 
 @pytest.mark.parametrize("key", ["asym", "nasym"])

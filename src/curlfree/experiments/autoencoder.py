@@ -24,6 +24,7 @@ has its own initial weights, data and clipping, and the optimiser works elementw
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ import torch
 from torch import Tensor
 
 from curlfree.distributions import GaussianMixture
+from curlfree.experiments.progress import Advance, shown, silent
 from curlfree.experiments.records import Record
+from curlfree.operators import jacobian
 from curlfree.provenance import provenance
 from curlfree.seeds import stream
 
@@ -169,6 +172,7 @@ def train(
     learning_rate: float,
     log_every: int,
     log: Callable[[Weights, Tensor], dict[str, Tensor]],
+    advance: Callable[[], None] = lambda: None,
 ) -> tuple[Weights, dict[str, list[Any]]]:
     """Train all seeds side by side: Adam, gradients clipped to norm 1 seed by seed.
 
@@ -179,6 +183,7 @@ def train(
         learning_rate: of Adam.
         log_every: steps between two rows of the history.
         log: (weights, losses) -> numbers to keep, each of shape (S,).
+        advance: called after every step.
 
     Returns:
         The trained weights, and the history: steps and, for each number, lists over time of lists over seeds.
@@ -197,6 +202,7 @@ def train(
         losses.sum().backward()
         _clip([w.grad for w in weights.values() if w.grad is not None])
         optimiser.step()
+        advance()
     return {name: w.detach() for name, w in weights.items()}, history
 
 
@@ -233,23 +239,34 @@ def gate_difference(weights: Weights, points: Tensor) -> Tensor:
     return (slope[:, 0] - slope[:, 1]).square().mean(1).sqrt()
 
 
+def joint_angle(weights: Weights) -> Tensor:
+    """The angle in degrees between the lines of ``sum_i R_i`` and ``sum_i W_i``, shape (S,).
+
+    It is what has to vanish where all units act as one.
+    """
+    R, W = weights["R"].sum(2), weights["W"].sum(2)
+    sine = (R[:, 0] * W[:, 1] - R[:, 1] * W[:, 0]).abs() / (R.norm(dim=1) * W.norm(dim=1)).clamp(min=1e-9)
+    return torch.rad2deg(torch.asin(sine.clamp(max=1.0)))
+
+
 def _log(weights: Weights, losses: Tensor) -> dict[str, Tensor]:
     found = conditions(weights)
     return {"loss": losses} | {name: found[name] for name in ("sym", "difference", "angle")}
 
 
-def without_data(seeds: Sequence[int], steps: int = STEPS) -> dict[str, Any]:
+def without_data(seeds: Sequence[int], steps: int = STEPS, advance: Advance = silent) -> dict[str, Any]:
     """The published run for every seed: L_QC alone on the grid."""
     points = grid()
     weights, history = train(
         draw_weights(seeds), qc_on_grid(points), steps=steps, learning_rate=LEARNING_RATE,
-        log_every=LOG_EVERY, log=_log,
+        log_every=LOG_EVERY, log=_log, advance=partial(advance, "without data"),
     )  # fmt: skip
     with torch.no_grad():
         last = conditions(weights) | {
             "loss": rotation(weights, points).square().mean(1),
             "trace_loss": trace_form(weights, points),
             "gate_difference": gate_difference(weights, points),
+            "joint_angle": joint_angle(weights),
         }
     final = {name: value.tolist() for name, value in last.items()}
     return {
@@ -329,22 +346,25 @@ def dsm_with_penalty(arm: Arm, seeds: Sequence[int]) -> Loss:
     return loss
 
 
-def with_data(seeds: Sequence[int], steps: int = DATA_STEPS) -> dict[str, Any]:
+def with_data(seeds: Sequence[int], steps: int = DATA_STEPS, advance: Advance = silent) -> dict[str, Any]:
     """Every arm of the corrected mode on every seed, scored on fresh points against the exact score."""
     data = mixture()
     generator = stream(0, "autoencoder", "test")
     x = data.sample(TEST_POINTS, generator, torch.float64)
     x = x + SIGMA * torch.randn(x.shape, generator=generator, dtype=torch.float64)
-    score = data.score(x, torch.full((TEST_POINTS,), SIGMA, dtype=torch.float64)).T
+    exact, J = jacobian(data.score, x, torch.full((TEST_POINTS,), SIGMA, dtype=torch.float64))
+    score = exact.detach().T
     result: dict[str, Any] = {
         "seeds": list(seeds),
         "arms": {},
         "score_norm": float(0.5 * score.square().sum(0).mean()),
+        "score": {name: float(value) for name, value in signs(J.dense().detach()).items()},
     }
     for arm in ARMS:
         weights, _ = train(
             draw_weights(seeds, DATA_HIDDEN), dsm_with_penalty(arm, seeds), steps=steps,
             learning_rate=DATA_RATE, log_every=steps, log=lambda w, losses: {"loss": losses},
+            advance=partial(advance, f"with data: {arm.name}"),
         )  # fmt: skip
         result["arms"][arm.name] = {
             name: value.tolist() for name, value in score_arm(arm, weights, x.T, score).items()
@@ -352,8 +372,22 @@ def with_data(seeds: Sequence[int], steps: int = DATA_STEPS) -> dict[str, Any]:
     return result
 
 
+def signs(J: Tensor) -> dict[str, Tensor]:
+    """What share of Jacobians of shape (..., N, 2, 2) contract: in area, and in every direction.
+
+    Returns:
+        "negative_trace", and "negative": both eigenvalues of the symmetric part are negative. Shape (...).
+    """
+    trace = J.diagonal(dim1=-2, dim2=-1).sum(-1)
+    largest = torch.linalg.eigvalsh((J + J.mT) / 2)[..., -1]
+    return {
+        "negative_trace": (trace < 0).double().mean(-1),
+        "negative": (largest < 0).double().mean(-1),
+    }
+
+
 def score_arm(arm: Arm, weights: Weights, x: Tensor, score: Tensor) -> dict[str, Tensor]:
-    """ESM (Eq. 1), Asym, NAsym (pooled) and the conditions on the weights, each of shape (S,)."""
+    """ESM (Eq. 1), Asym, NAsym (pooled), `signs` and the conditions on the weights, each of shape (S,)."""
     weights = {name: w.double() for name, w in weights.items()}
     s, rot = evaluate(weights, x, arm.decoder)
     J = torch.einsum("sdh,shn,seh->snde", arm.decoder(weights), _swish(weights, x)[1], weights["W"])
@@ -362,6 +396,7 @@ def score_arm(arm: Arm, weights: Weights, x: Tensor, score: Tensor) -> dict[str,
         "esm": 0.5 * (s - score).square().sum(1).mean(1),
         "asym": asym,
         "nasym": 0.5 * asym / J.square().sum((2, 3)).mean(1),
+        **signs(J),
         **conditions(weights, arm.decoder),
     }
 
@@ -383,9 +418,12 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
     begin = time.perf_counter()
     count = min(seeds or SEEDS, 10) if quick else seeds or SEEDS
     chosen = sorted({*range(count), PAPER_SEED})
-    values: dict[str, Any] = {"without_data": without_data(chosen, STEPS // 10 if quick else STEPS)}
-    if mode == "corrected":
-        values["with_data"] = with_data(chosen, DATA_STEPS // 10 if quick else DATA_STEPS)
+    steps, data_steps = (STEPS // 10, DATA_STEPS // 10) if quick else (STEPS, DATA_STEPS)
+    corrected, values = mode == "corrected", dict[str, Any]()
+    with shown(steps + corrected * len(ARMS) * data_steps, "steps") as advance:
+        values["without_data"] = without_data(chosen, steps, advance)
+        if corrected:
+            values["with_data"] = with_data(chosen, data_steps, advance)
     config = {
         "hidden": HIDDEN, "steps": STEPS, "learning_rate": LEARNING_RATE, "clip_norm": 1.0, "grid": GRID,
         "extent": EXTENT, "paper_seed": PAPER_SEED, "reached": REACHED,

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 
 from curlfree.estimators import asymmetry, normalized_asymmetry
+from curlfree.experiments.progress import Advance, shown, silent
 from curlfree.experiments.records import Record
 from curlfree.operators import jacobian
 from curlfree.provenance import provenance
 
 EPSILONS = (0.0, 0.5e-3, 0.75e-3, 1e-3, 1.5e-3, 1.75e-3, 2.25e-3)
+WIDE_EPSILONS = (0.0, 1e-3, 1e-2, 5e-2)
 STD = 0.1
 SOFTENING, FLOOR = 1e-6, 1e-8
 STEP, STEP_WITHOUT_ERROR, STEP_DECAY, STEP_LIMIT = 0.0125, 0.01, 1000.0, 300
@@ -265,10 +267,15 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
     from curlfree.experiments import gaussian_page as page
 
     begin = time.perf_counter()
-    values: dict[str, Any] = {"paper_mode": paper_mode()}
-    if mode == "corrected":
-        values["corrected"] = corrected_mode(halvings=3 if quick else 7)
-        values["wide"] = wide_target()
+    corrected, values = mode == "corrected", dict[str, Any]()
+    fields = len(DIRECTIONS) * len(EPSILONS)
+    work = fields + corrected * (fields + len(DIRECTIONS) * len(WIDE_EPSILONS))
+    with shown(work + len(page.figure_names(corrected)), "parts") as advance:
+        values["paper_mode"] = paper_mode(advance)
+        if corrected:
+            values["corrected"] = corrected_mode(3 if quick else 7, advance)
+            values["wide"] = wide_target(advance)
+        plots = page.draw(values, out, advance)
     config = {
         "epsilons": list(EPSILONS), "std": STD, "softening": SOFTENING, "floor": FLOOR, "step": STEP,
         "step_without_error": STEP_WITHOUT_ERROR, "step_decay": STEP_DECAY, "step_limit": STEP_LIMIT,
@@ -284,30 +291,42 @@ def run(*, mode: str, seeds: int | None, quick: bool, out: Path) -> Record:
         seeds=[],
         values=values,
         tables=page.tables(values),
-        plots=page.draw(values, out),
+        plots=plots,
         disagreements=page.disagreements(values),
         provenance=provenance(time.perf_counter() - begin),
     )
 
 
-def paper_mode() -> dict[str, Any]:
-    """Step counts and grid sums of Fig. 1, for each arm a list over `EPSILONS`."""
+def _over_epsilons(
+    one: Callable[[PerturbedGaussian], dict[str, Any]], what: str, advance: Advance
+) -> dict[str, Any]:
+    """For each arm what `one` finds for its fields, as lists over `EPSILONS`."""
     result: dict[str, Any] = {}
     for arm, direction in DIRECTIONS.items():
-        fields = [PerturbedGaussian(epsilon, direction) for epsilon in EPSILONS]
-        steps = [
-            descend(f, starting_points(), step=STEP if f.epsilon else STEP_WITHOUT_ERROR)[0] for f in fields
-        ]
-        sums = [grid_sums(f) for f in fields]
-        result[arm] = {"steps": steps} | {key: [s[key] for s in sums] for key in ("asym", "nasym")}
+        rows = []
+        for epsilon in EPSILONS:
+            rows.append(one(PerturbedGaussian(epsilon, direction)))
+            advance(f"{what}: {arm}")
+        result[arm] = {key: [row[key] for row in rows] for key in rows[0]}
     return result
 
 
-def corrected_mode(halvings: int) -> dict[str, Any]:
+def paper_mode(advance: Advance = silent) -> dict[str, Any]:
+    """Step counts and grid sums of Fig. 1, for each arm a list over `EPSILONS`."""
+
+    def one(field: PerturbedGaussian) -> dict[str, Any]:
+        step = STEP if field.epsilon else STEP_WITHOUT_ERROR
+        return {"steps": descend(field, starting_points(), step=step)[0], **grid_sums(field)}
+
+    return _over_epsilons(one, "paper mode", advance)
+
+
+def corrected_mode(halvings: int, advance: Advance = silent) -> dict[str, Any]:
     """What Fig. 1 should have measured, for each arm a list over `EPSILONS`.
 
     Args:
         halvings: how often the step is halved on the way to the continuous flow.
+        advance: called after each field.
 
     Returns:
         Expectations under p; steps with the same first step for every epsilon; for each step size the flow
@@ -316,20 +335,19 @@ def corrected_mode(halvings: int) -> dict[str, Any]:
     """
     sizes = [STEP / 2**k for k in range(halvings)]
     until = 0.6
-    result: dict[str, Any] = {"step_sizes": sizes, "basin": basin_radii()}
-    for arm, direction in DIRECTIONS.items():
-        fields = [PerturbedGaussian(epsilon, direction) for epsilon in EPSILONS]
-        moments = [expectations(f) for f in fields]
-        times = [[_time_by_steps(f, size, until) for size in sizes] for f in fields]
-        flows = [flow(f, starting_points(), radii=(stop_radius(), ARRIVED), until=until)[0] for f in fields]
-        result[arm] = {key: [m[key] for m in moments] for key in moments[0]} | {
-            "steps": [descend(f, starting_points(), step=STEP)[0] for f in fields],
-            "amplitude": [float(f.amplitude(starting_points()).max()) for f in fields],
-            "time_by_steps": times,
-            "time_to_rule": [_latest(times) for times, _ in flows],
-            "time_to_centre": [_latest(times) for _, times in flows],
+
+    def one(field: PerturbedGaussian) -> dict[str, Any]:
+        (rule, centre), _ = flow(field, starting_points(), radii=(stop_radius(), ARRIVED), until=until)
+        return expectations(field) | {
+            "steps": descend(field, starting_points(), step=STEP)[0],
+            "amplitude": float(field.amplitude(starting_points()).max()),
+            "time_by_steps": [_time_by_steps(field, size, until) for size in sizes],
+            "time_to_rule": _latest(rule),
+            "time_to_centre": _latest(centre),
         }
-    return result
+
+    found = _over_epsilons(one, "corrected mode", advance)
+    return {"step_sizes": sizes, "basin": basin_radii()} | found
 
 
 def _time_by_steps(field: PerturbedGaussian, size: float, until: float) -> float | None:
@@ -360,14 +378,14 @@ def basin_radii() -> list[float | None]:
     return radii
 
 
-def wide_target() -> dict[str, Any]:
+def wide_target(advance: Advance = silent) -> dict[str, Any]:
     """Eq. A6 as printed, with std 1, where it can be integrated: times from (3, 3) to |x| < 0.1."""
-    epsilons = (0.0, 1e-3, 1e-2, 5e-2)
     start = torch.tensor([[3.0, 3.0]], dtype=torch.float64)
-    result: dict[str, Any] = {"epsilons": list(epsilons), "start": start[0].tolist()}
+    result: dict[str, Any] = {"epsilons": list(WIDE_EPSILONS), "start": start[0].tolist()}
     for arm, direction in DIRECTIONS.items():
-        fields = [
-            PerturbedGaussian(epsilon, direction, std=1.0, softening=0.0, floor=0.0) for epsilon in epsilons
-        ]
-        result[arm] = [flow(f, start, radii=(ARRIVED,), until=20.0)[0][0][0] for f in fields]
+        result[arm] = []
+        for epsilon in WIDE_EPSILONS:
+            field = PerturbedGaussian(epsilon, direction, std=1.0, softening=0.0, floor=0.0)
+            result[arm].append(flow(field, start, radii=(ARRIVED,), until=20.0)[0][0][0])
+            advance(f"standard deviation 1: {arm}")
     return result

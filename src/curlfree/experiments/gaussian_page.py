@@ -29,6 +29,7 @@ from curlfree.experiments.gaussian import (
     starting_points,
     stop_radius,
 )
+from curlfree.experiments.progress import Advance, silent
 from curlfree.experiments.records import Cell, Disagreement, Plot, Table
 from curlfree.figures import Figure, Theme
 from curlfree.operators import jacobian
@@ -42,9 +43,15 @@ def tables(values: dict[str, Any]) -> list[Table]:
     return found
 
 
-def draw(values: dict[str, Any], out: Path) -> list[Plot]:
+def figure_names(corrected: bool) -> tuple[str, ...]:
+    """The names of the figures of a mode."""
+    return ("fields_c", "fields_u", *(("step_limit", "radius", "rotation") if corrected else ()))
+
+
+def draw(values: dict[str, Any], out: Path, advance: Advance = silent) -> list[Plot]:
     """Draw the figures of the report into `out`."""
-    return _draw_fields(out) + (_draw_corrected(out, values["corrected"]) if "corrected" in values else [])
+    plots = _draw_fields(out, advance)
+    return plots + (_draw_corrected(out, values["corrected"], advance) if "corrected" in values else [])
 
 
 def summary(values: dict[str, Any]) -> list[str]:
@@ -95,9 +102,15 @@ def _asymmetry_table(values: dict[str, Any]) -> Table:
         _transpose(lists),
         "The printed columns stand under each other's heads in Fig. 1; they are put right here. Paper mode: "
         f"sums of p times the metric over a {GRID} x {GRID} grid on [-3, 3]², no cell area. Corrected: "
-        "expectations under p by Gauss-Legendre quadrature in polar coordinates; the loss is the same for C, "
-        "whose Asym is below 1e-17.",
+        "expectations under p by Gauss-Legendre quadrature in polar coordinates; the loss is the same for C"
+        f"{_asymmetry_of_c(values)}.",
     )
+
+
+def _asymmetry_of_c(values: dict[str, Any]) -> str:
+    if "corrected" not in values:
+        return ""
+    return f", whose Asym is at most {max(values['corrected']['C']['asym']):.1g}"
 
 
 def _flow_table(corrected: dict[str, Any]) -> Table:
@@ -188,7 +201,7 @@ def disagreements(values: dict[str, Any]) -> list[Disagreement]:
     ]
 
 
-def _draw_fields(out: Path) -> list[Plot]:
+def _draw_fields(out: Path, advance: Advance) -> list[Plot]:
     plots = []
     for arm, direction in DIRECTIONS.items():
 
@@ -207,6 +220,7 @@ def _draw_fields(out: Path) -> list[Plot]:
 
         name = f"fields_{arm.lower()}"
         figures.save(draw, out, name)
+        advance("figures")
         plots.append(
             Plot(
                 name,
@@ -219,7 +233,7 @@ def _draw_fields(out: Path) -> list[Plot]:
     return plots
 
 
-def _draw_corrected(out: Path, corrected: dict[str, Any]) -> list[Plot]:
+def _draw_corrected(out: Path, corrected: dict[str, Any], advance: Advance) -> list[Plot]:
     sizes = corrected["step_sizes"]
 
     def limit(theme: Theme) -> Figure:
@@ -266,6 +280,7 @@ def _draw_corrected(out: Path, corrected: dict[str, Any]) -> list[Plot]:
 
     for draw, name in ((limit, "step_limit"), (radii, "radius"), (rotation, "rotation")):
         figures.save(draw, out, name)
+        advance("figures")
     return [
         Plot(
             "step_limit",
