@@ -1,6 +1,5 @@
 """Runs that are killed: they go on, and end with the same bits."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import torch
 from curlfree import checkpoint as ckpt
 from curlfree.config import RunConfig, save_config
 from curlfree.train import train
-from training import QC, TOY, free_port, images, pack, with_train
+from training import QC, TOY, Forked, images, pack, places, with_train
 
 PATIENCE = 240.0
 
@@ -33,15 +32,8 @@ def wait_until(condition, process) -> None:
         time.sleep(0.002)
 
 
-class Forked(multiprocessing.get_context("fork").Process):
-    """A run in a forked process, which spares importing torch again."""
-
-    def __init__(self, config: RunConfig, out: Path) -> None:
-        super().__init__(target=train, args=(config, out), kwargs={"device": "cpu"})
-        self.start()
-
-    def poll(self) -> int | None:
-        return self.exitcode
+def run_on_cpu(config: RunConfig, out: Path) -> None:
+    train(config, out, device="cpu")
 
 
 def assert_same_end(one: Path, other: Path) -> None:
@@ -55,13 +47,13 @@ def killed_at_random(config: RunConfig, out: Path, kills: int, rng: random.Rando
     """Run until the end, killed that many times, each time at a random moment after a random step."""
     last = config.train.steps
     for target in sorted(rng.randint(0, int(0.8 * last)) for _ in range(kills)):
-        run = Forked(config, out)
+        run = Forked(run_on_cpu, config, out)
         wait_until(lambda target=target: newest_step(out) >= target, run)
         time.sleep(rng.uniform(0, 0.04))
         run.kill()
         run.join()
         assert run.exitcode == -signal.SIGKILL
-    run = Forked(config, out)
+    run = Forked(run_on_cpu, config, out)
     run.join(PATIENCE)
     assert run.exitcode == 0
 
@@ -124,7 +116,8 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 def test_sigterm_to_all_of_torchrun_saves_once_and_the_run_goes_on(tmp_path):
     """The workers get it twice, from the group and from their agent; then two without an agent go on."""
-    config = with_train(replace(TOY, objective=QC), steps=10**6, checkpoint_every=50, validation_samples=0)
+    long = {"steps": 10**6, "batch_size": 2**16}  # a step takes longer than passing on a signal
+    config = with_train(replace(TOY, objective=QC), checkpoint_every=2, validation_samples=0, **long)
     run = tmp_path / "run"
     agent = subprocess.Popen(
         [sys.executable, *LAUNCHER, *command(config, tmp_path)],
@@ -133,22 +126,20 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_the_run_goes_on(tmp_path):
         text=True,
         start_new_session=True,
     )
-    wait_until(lambda: newest_step(run) >= 50, agent)
+    wait_until(lambda: newest_step(run) >= 2, agent)
     os.killpg(agent.pid, signal.SIGTERM)
     said, _ = agent.communicate(timeout=PATIENCE)
     step = newest_step(run)
     assert said.startswith(f"stopped at step {step};")
     ckpt.verify(ckpt.path_of(run, step))
 
-    place = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    pair = [
-        subprocess.Popen([sys.executable, *command(config, tmp_path)], env=place | {"RANK": rank})
-        for rank in ("0", "1")
-    ]
+    pair = [Forked(run_on_cpu, config, run, place=place) for place in places()]
     wait_until(lambda: newest_step(run) > step, pair[0])
     for process in pair * 2:
         process.terminate()
-    assert [process.wait(PATIENCE) for process in pair] == [0, 0]
+    for process in pair:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in pair] == [0, 0]
     stopped = newest_step(run)
     assert stopped > step
     assert train(with_train(config, steps=stopped + 2), run, device="cpu") == stopped + 2

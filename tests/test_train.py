@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from curlfree import checkpoint as ckpt
 from curlfree.build import build_data, build_field, build_process
-from curlfree.config import ObjectiveConfig, load_config
+from curlfree.cli import main
+from curlfree.config import ObjectiveConfig, load_config, save_config
 from curlfree.ema import Ema
 from curlfree.objectives import dsm, total_loss
 from curlfree.operators import per_sample
@@ -24,7 +26,7 @@ from curlfree.runs import load_run
 from curlfree.step import draw, penalised_rows
 from curlfree.train import stop_signals, train
 from curlfree.workers import Workers, fresh_store
-from training import QC, TOY, free_port, gradients, images, pack, shared_cases, with_train
+from training import QC, TOY, Forked, gradients, images, pack, places, shared_cases, with_train
 
 ALONE = Workers(0, 1, torch.device("cpu"))
 
@@ -149,20 +151,48 @@ def test_workers_and_accumulated_parts_add_up_to_one_batch(world, accumulate):
 
 
 def test_two_gloo_processes_have_the_gradients_of_one(tmp_path, packed):
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     script = Path(__file__).with_name("training.py")
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error::FutureWarning", script, packed, tmp_path],
-            env=os.environ | place | {"RANK": rank},
+            env=os.environ | place,
         )
-        for rank in ("0", "1")
+        for place in places()
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     for name, config in shared_cases(packed).items():
         shared, alone = load_file(tmp_path / f"{name}.safetensors"), gradients(config, ALONE)
         assert shared.keys() == alone.keys()
         assert relative(shared, alone) < (1e-12 if "64" in name else 1e-5), name
+
+
+def main_into(words: list[str], said: Path) -> None:
+    """The command line, with what it says to the user in a file."""
+    with open(said, "a") as sys.stderr:
+        sys.exit(main(words))
+
+
+def test_what_one_worker_refuses_all_refuse_and_it_is_said_once(tmp_path, packed):
+    """First rank 0 alone: another learning rate. Then rank 1 alone: its copy of the data is missing."""
+    config = replace(images(packed), train=replace(TOY.train, steps=1, batch_size=4, validation_samples=0))
+    run, said = tmp_path / "run", tmp_path / "said"
+    train(config, run, device="cpu")
+    faster, moved = tmp_path / "faster.json", tmp_path / "moved.json"
+    save_config(replace(config, optim=replace(config.optim, lr=0.02)), faster)
+    save_config(replace(config, data=replace(config.data, path=str(tmp_path / "gone.pack"))), moved)
+    for files, expected in (
+        ((faster, faster), r"holds a run with another configuration \(optim\.lr: 0\.01 != 0\.02\)"),
+        ((run / "config.json", moved), r"gone\.pack"),
+    ):
+        pair = [
+            Forked(main_into, ["train", str(file), "--out", str(run), "--device=cpu"], said, place=place)
+            for file, place in zip(files, places(), strict=True)
+        ]
+        for process in pair:
+            process.join(120)
+        assert [process.exitcode for process in pair] == [2, 2]
+        assert re.fullmatch(rf"curlfree: .*{expected}.*\n", said.read_text())
+        said.unlink()
 
 
 def test_restarted_workers_find_each_other_whatever_the_dead_left_behind(monkeypatch):

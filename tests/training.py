@@ -1,8 +1,10 @@
 """Runs of a few steps, and their gradients, alone or as one of several processes (run as a script)."""
 
+import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +91,30 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def places(world: int = 2) -> list[dict[str, str]]:
+    """The environments in which processes are workers of one run."""
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [common | {"RANK": str(rank)} for rank in range(world)]
+
+
+class Forked(multiprocessing.get_context("fork").Process):
+    """A function in a forked process, which spares importing torch again."""
+
+    def __init__(
+        self, target: Callable[..., object], *args: object, place: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(target=target, args=args)
+        self.place = place or {}
+        self.start()
+
+    def run(self) -> None:
+        os.environ.update(self.place)
+        super().run()
+
+    def poll(self) -> int | None:
+        return self.exitcode
 
 
 def gradients(config: RunConfig, workers: Workers, step: int = 5) -> dict[str, Tensor]:

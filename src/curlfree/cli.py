@@ -186,6 +186,7 @@ def train(words: Sequence[str]) -> None:
     from curlfree.config import PackedData, RunConfig, load_config
     from curlfree.presets import preset
     from curlfree.train import train as run
+    from curlfree.workers import RefusedElsewhere
 
     name, *rest = words
     config = load_config(Path(name)) if name.endswith(".json") else preset(name)
@@ -208,7 +209,10 @@ def train(words: Sequence[str]) -> None:
     config = options.config
     if isinstance(config.data, PackedData):
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
-    reached = run(config, options.out, device=options.device)
+    try:
+        reached = run(config, options.out, device=options.device)
+    except RefusedElsewhere:  # told by the worker that it comes from
+        sys.exit(2)
     if os.environ.get("RANK", "0") != "0":
         return
     if reached < config.train.steps:

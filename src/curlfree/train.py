@@ -59,10 +59,11 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
     out = Path(out)
     with ExitStack() as stack:
         workers = stack.enter_context(join(device))
-        check_shares(config, workers.world)
-        data = build_data(config, workers.device, workers.rank, workers.world)
-        if workers.leads:
-            stack.enter_context(claim(out, config))
+        with workers.together():
+            check_shares(config, workers.world)
+            data = build_data(config, workers.device, workers.rank, workers.world)
+            if workers.leads:
+                stack.enter_context(claim(out, config))
         process, field = build_process(config), build_field(config).to(workers.device).train()
         if config.train.channels_last:
             for parameter in field.parameters():
@@ -74,7 +75,8 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
         model, hold = distribute(field, workers)
         call = torch.compile(model) if config.train.compile else model
         stop = stack.enter_context(stop_signals())
-        log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
+        with workers.together():
+            log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
         parameters = [p for p in field.parameters() if p.requires_grad]
 
         pending: Sent | None = None
@@ -179,26 +181,31 @@ def restore(
         config.optim.eps,
         fused=workers.device.type == "cuda",
     )
-    path = ckpt.resume(out, warn) if workers.leads else None
-    step = workers.agree(ckpt.step_of(path) if path else 0)
-    if step > 0:
-        saved = ckpt.load(ckpt.path_of(out, step))
-        if saved.state.data != data.identity:
-            raise ValueError(f"{out}: was trained on other data; choose another --out")
-        ckpt.put(field, saved.model, out)
+    with workers.together():
+        path = ckpt.resume(out, warn) if workers.leads else None
+    step = workers.agree(ckpt.step_of(path) if path else -1)
+    with workers.together():
+        if step >= 0:
+            saved = ckpt.load(ckpt.path_of(out, step))
+            if saved.state.data != data.identity:
+                raise ValueError(f"{out}: was trained on other data; choose another --out")
+            ckpt.put(field, saved.model, out)
+            optimizer.load_state_dict(adam_state(field, optimizer, saved.optimizer, step))
+            average: Mapping[str, Tensor] | None = saved.ema
+        elif config.init is not None:
+            source = ckpt.newest(Path(config.init), warn)
+            if source is None:
+                raise FileNotFoundError(
+                    f"init: expected a run with a checkpoint, found none in {config.init}"
+                )
+            ckpt.put(field, ckpt.load_weights(source, ema=False), source)
+            average = ckpt.load_weights(source, ema=True)
+        else:
+            average = None
         ema = Ema(field, config.optim.ema)
-        ema.load(saved.ema)
-        optimizer.load_state_dict(adam_state(field, optimizer, saved.optimizer, step))
-        return step, ema, optimizer
-    if config.init is not None:
-        source = ckpt.newest(Path(config.init), warn)
-        if source is None:
-            raise FileNotFoundError(f"init: expected a run with a checkpoint, found none in {config.init}")
-        ckpt.put(field, ckpt.load_weights(source, ema=False), source)
-        ema = Ema(field, config.optim.ema)
-        ema.load(ckpt.load_weights(source, ema=True))
-        return 0, ema, optimizer
-    return 0, Ema(field, config.optim.ema), optimizer
+        if average is not None:
+            ema.load(average)
+    return max(step, 0), ema, optimizer
 
 
 def adam_state(

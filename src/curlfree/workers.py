@@ -15,6 +15,10 @@ from torch import Tensor
 PATIENCE = timedelta(minutes=10)  # with workers that do not appear
 
 
+class RefusedElsewhere(ValueError):
+    """Another worker cannot go on, for the reason in the message; its own error tells the user."""
+
+
 @dataclass(frozen=True)
 class Workers:
     """This process among those that train together.
@@ -45,13 +49,44 @@ class Workers:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, number: int) -> int:
-        """Rank 0's number."""
+    def agree(self, number: int, rank: int = 0) -> int:
+        """One worker's number, rank 0's unless another is named."""
         if self.world == 1:
             return number
         shared = torch.tensor(number, device=self.device)
-        dist.broadcast(shared, 0)
+        dist.broadcast(shared, rank)
         return int(shared)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Where one worker fails inside, all end, so that none waits for one that has gone.
+
+        What is done inside must not wait for other workers.
+
+        Raises:
+            RefusedElsewhere: another worker failed, in its words; that one raises its own error.
+        """
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.world == 1:
+                raise
+            own = error
+        if self.world == 1:
+            return
+        failed = torch.zeros(self.world, device=self.device)
+        failed[self.rank] = own is not None
+        first = int(self.add(failed).argmax())
+        if not failed[first]:
+            return
+        words = str(own).encode()
+        length = self.agree(len(words), first)
+        message = torch.tensor(list(words.ljust(length)[:length]), dtype=torch.uint8, device=self.device)
+        dist.broadcast(message, first)
+        if own is not None and self.rank == first:
+            raise own
+        raise RefusedElsewhere(bytes(message.tolist()).decode())
 
 
 @contextmanager
