@@ -5,6 +5,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from curlfree import cli
 from curlfree.checkpoint import load_weights
 from curlfree.config import FieldConfig, PackedData
-from curlfree.convert import convert, read_checkpoint
+from curlfree.convert import convert, named_weights, read_checkpoint
 from curlfree.nets import PRESETS as NETWORKS
 from curlfree.nets import NCSNpp
+from curlfree.presets import PRESETS
 from curlfree.processes import VE
 from curlfree.runs import Weights, load_run
 
@@ -165,6 +167,51 @@ def test_what_does_not_fit_is_named(
     torch.save(checkpoint, tmp_path / "bad.pth")
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "bad.pth", tmp_path / "net", "ncsnpp-tiny")
+    assert not (tmp_path / "net").exists()
+
+
+def deep() -> dict[str, Any]:
+    """A checkpoint with the complete structure of the paper's network, each tensor a view of one number."""
+    lines = (Path(__file__).parent / "data" / "ncsnpp_deep_parameters.txt").read_text().splitlines()[1:]
+    shapes = {name: tuple(map(int, shape)) for name, *shape in map(str.split, lines)}
+    model = {f"module.{name}": torch.full((), 0.5).expand(shape) for name, shape in shapes.items()}
+    fixed = ("module.sigmas", "module.all_modules.0.W")  # not trained
+    shadow = [torch.full((), 0.25).expand(value.shape) for name, value in model.items() if name not in fixed]
+    model["module.sigmas"] = torch.linspace(50, 0.01, 1000)
+    return {"model": model, "ema": {"shadow_params": shadow}, "step": 600000}
+
+
+def test_the_complete_structure_of_the_published_network_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "deep.pth"
+    torch.save(deep(), path)
+    config = replace(PRESETS["cifar10-u"], name="ncsnpp-deep")
+    found = named_weights(read_checkpoint(path), config, path)
+    for weights in (found.model, found.ema):
+        assert len(weights) == len(deep()["model"]) - 1
+        assert sum(value.numel() for value in weights.values()) == 107_587_075
+    assert all(float(value.view(-1)[0]) == 0.5 for value in found.model.values())
+    fixed = [name for name, value in found.ema.items() if float(value.view(-1)[0]) == 0.5]
+    assert fixed == ["all_modules.0.W"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without("module.all_modules.18.Conv_1.bias"), r"all_modules\.18\.Conv_1\.bias is missing"),
+        (
+            _with("module.all_modules.18.Conv_1.bias", torch.zeros(255)),
+            r"all_modules\.18\.Conv_1\.bias has shape \(255,\), expected \(256,\)",
+        ),
+    ],
+)
+def test_a_missing_or_misshapen_key_of_the_published_network_is_named(
+    damage: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    checkpoint = deep()
+    damage(checkpoint)
+    torch.save(checkpoint, tmp_path / "bad.pth")
+    with pytest.raises(ValueError, match=rf"bad\.pth \(preset ncsnpp-deep\) .*: {message};"):
+        convert(tmp_path / "bad.pth", tmp_path / "net")
     assert not (tmp_path / "net").exists()
 
 

@@ -71,27 +71,15 @@ def convert(
         raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(NETWORKS)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; remove it or choose another one")
-    checkpoint = read_checkpoint(source)
-    step = checkpoint.get("step")
-    if type(step) is not int or step < 0:
-        raise ValueError(f"{source} must hold the number of training steps under 'step', found {step!r}")
-    model = _raw_weights(checkpoint, source)
+    published = read_checkpoint(source)
     config = replace(
         run_preset("cifar10-u"),
         name=preset,
         data=PackedData(path=str(Path(data).resolve())),
-        process=_process(model.pop(_PUBLISHED_BUFFER, None), source),
+        process=_process(published, source),
         field=FieldConfig(network=NETWORKS[preset]),
     )
-    with torch.device("meta"):
-        skeleton = build_field(config)
-    _check(model, skeleton, f"{source} (preset {preset})")
-    averaged = model | _averaged_weights(checkpoint, list(model), skeleton, source)
-    _check(averaged, skeleton, f"{source} (averaged weights, preset {preset})")
-    digest = _sha256(source)
-    state = ckpt.State(step=step, data=f"of {source.name}, sha256:{digest}")
-    raw, ema = ({name: value.float() for name, value in weights.items()} for weights in (model, averaged))
-    _write_folder(out, config, ckpt.Checkpoint(state, raw, ema, {}), _card(config, state, raw))
+    _write_folder(out, config, named_weights(published, config, source))
     return out
 
 
@@ -123,6 +111,32 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
     return checkpoint
 
 
+def named_weights(published: dict[str, Any], config: RunConfig, source: Path) -> ckpt.Checkpoint:
+    """The weights in a `.pth` file and their average, as those of a run's network.
+
+    Args:
+        published: what the file holds (`read_checkpoint`).
+        config: of the run.
+        source: the file, for its checksum and for messages.
+
+    Raises:
+        ValueError: weights are missing, extra, misshapen or not finite (named), or the number of steps is.
+    """
+    step = published.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"{source} must hold the number of training steps under 'step', found {step!r}")
+    with torch.device("meta"):
+        skeleton = build_field(config)
+    model = _state_dict(published, source)
+    model.pop(_PUBLISHED_BUFFER, None)
+    _check(model, skeleton, f"{source} (preset {config.name})")
+    averaged = model | _averaged_weights(published, list(model), skeleton, source)
+    _check(averaged, skeleton, f"{source} (averaged weights, preset {config.name})")
+    state = ckpt.State(step=step, data=f"of {source.name}, sha256:{_sha256(source)}")
+    raw, ema = ({name: value.float() for name, value in weights.items()} for weights in (model, averaged))
+    return ckpt.Checkpoint(state, raw, ema, {})
+
+
 def _number(dtype: np.dtype, data: bytes) -> float | int:
     """What NumPy's pickled numbers become: Python numbers, and nothing else."""
     if not isinstance(dtype, np.dtype) or dtype.kind not in "fiu":
@@ -139,7 +153,7 @@ def _check(weights: dict[str, Tensor], skeleton: nn.Module, where: str) -> None:
         raise ValueError(f"{where}: {', '.join(bad[:5])}{more} not finite; get the file again")
 
 
-def _raw_weights(checkpoint: dict[str, Any], source: Path) -> dict[str, Tensor]:
+def _state_dict(checkpoint: dict[str, Any], source: Path) -> dict[str, Tensor]:
     model = checkpoint.get("model")
     if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
         raise ValueError(
@@ -149,8 +163,9 @@ def _raw_weights(checkpoint: dict[str, Any], source: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in model.items()}
 
 
-def _process(sigmas: Tensor | None, source: Path) -> VE:
+def _process(published: dict[str, Any], source: Path) -> VE:
     """The noise levels that the file names, or those of the published configurations."""
+    sigmas = _state_dict(published, source).get(_PUBLISHED_BUFFER)
     if sigmas is None:
         return VE()
     try:
@@ -182,24 +197,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_folder(out: Path, config: RunConfig, checkpoint: ckpt.Checkpoint, card: str) -> None:
+def _write_folder(out: Path, config: RunConfig, checkpoint: ckpt.Checkpoint) -> None:
     """Write beside `out`, flush to the disk, and rename: the folder is complete or absent."""
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         ckpt.save(work, checkpoint)
         save_config(config, work / "config.json")
-        write_bytes(work / "README.md", card.encode())
+        write_bytes(work / "README.md", _card(config, checkpoint).encode())
         work.chmod(0o755)
         work.replace(out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _card(config: RunConfig, state: ckpt.State, weights: dict[str, Tensor]) -> str:
+def _card(config: RunConfig, checkpoint: ckpt.Checkpoint) -> str:
     """The model card."""
+    state = checkpoint.state
     image = ", ".join(map(str, event_shape(config)))
-    count = sum(value.numel() for value in weights.values())
+    count = sum(value.numel() for value in checkpoint.model.values())
     sigma_min, sigma_max = config.process.sigma_range
     return f"""---
 library_name: curlfree
