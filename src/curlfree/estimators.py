@@ -270,8 +270,8 @@ def normalized_asymmetry(
     """``||K||_F^2 / ||J||_F^2`` in [0, 1] per sample, 0 where J = 0 (Eqs. A2, A3), shape (B,).
 
     Arguments and errors are those of `moments`. With anything but "exact" and "trace" this is a ratio of
-    estimates: its expectation is NOT the ratio of expectations (the last equality of Eq. A3 is wrong;
-    measured bias up to +230 %). To average over samples use the pooled ratio of `curlfree.audit`.
+    estimates: its expectation is NOT the ratio of expectations (the last equality of Eq. A3 is wrong; the
+    faster J's spectrum decays, the more). To average over samples use the pooled ratio of `curlfree.audit`.
     """
     asym, norm2 = moments(
         field,
