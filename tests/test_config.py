@@ -20,6 +20,7 @@ from curlfree.config import (
 )
 from curlfree.estimators import normalized_asymmetry
 from curlfree.nets.mlp import FilmMLP, FilmMLPConfig, PaperMLP, PaperMLPConfig
+from curlfree.penalty import AUTO_FRACTION
 from curlfree.presets import PRESETS, preset
 
 
@@ -38,6 +39,13 @@ def test_the_image_presets_have_the_papers_constants():
     assert config.train.batch_size == 128 and config.field.network.dropout == 0.1
     network = preset("cifar10-u").field.network
     assert network == config.field.network and (network.width, network.blocks) == (128, 8)
+
+
+def test_the_automatic_fraction_is_a_word_in_the_file_and_a_number_in_training():
+    config = decode(RunConfig, edited("objective/fraction", "auto"))
+    assert encode(config)["objective"]["fraction"] == "auto"
+    assert config.objective.share == AUTO_FRACTION == preset("cifar10-qc").objective.share
+    assert decode(RunConfig, edited("objective/fraction", 1)).objective.share == 1.0
 
 
 def test_an_unknown_preset_is_answered_with_those_there_are():
@@ -77,6 +85,7 @@ def edited(path: str, value: object) -> dict:
         ("optim/betas", [0.9, "x"], r"optim\.betas: expected float, found 'x'"),
         ("field/form", "denoiser", r"field\.form: expected .*found 'denoiser'"),
         ("init", 3, r"init: expected str, found 3"),
+        ("objective/fraction", "half", r"objective\.fraction: expected float, found 'half'"),
     ],
 )
 def test_a_wrong_entry_is_refused_by_name(path, value, message):
@@ -98,6 +107,7 @@ def test_integers_are_numbers_and_defaults_may_be_left_out():
         (lambda: ObjectiveConfig(estimator="best"), r"objective\.estimator: expected one of .*skew"),
         (lambda: ObjectiveConfig(estimator="pair"), r"objective\.form: expected 'double' with .*'pair'"),
         (lambda: ObjectiveConfig(fraction=0.0), r"objective\.fraction"),
+        (lambda: ObjectiveConfig(fraction="all"), r"objective\.fraction: .*or 'auto', found 'all'"),
         (lambda: ObjectiveConfig(every=0), r"objective\.every"),
         (lambda: ObjectiveConfig(probes=0), r"objective\.probes"),
         (lambda: ObjectiveConfig(weighting="sigma3"), r"objective\.weighting"),

@@ -5,9 +5,11 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from curlfree import checkpoint as ckpt
-from curlfree.build import build_data, build_field, build_process
+from curlfree.build import build_data, build_field, build_process, compile_field
 from curlfree.cli import main
-from curlfree.config import ObjectiveConfig, load_config, save_config
+from curlfree.config import FieldConfig, ObjectiveConfig, RunConfig, load_config, save_config
 from curlfree.ema import Ema
+from curlfree.nets.ncsnpp import NCSNpp, NCSNppConfig
 from curlfree.objectives import dsm, total_loss
 from curlfree.operators import per_sample
 from curlfree.runlog import RunLog, cut_back
@@ -146,8 +149,8 @@ def test_workers_and_accumulated_parts_add_up_to_one_batch(world, accumulate):
     whole = gradients(config, ALONE)
     share = with_train(config, accumulate=accumulate)
     each = [gradients(share, Workers(rank, world, ALONE.device)) for rank in range(world)]
-    mean = {name: sum(g[name] for g in each) / world for name in whole}
-    assert relative(mean, whole) < 1e-14
+    total = {name: sum(g[name] for g in each) for name in whole}
+    assert relative(total, whole) < 1e-14
 
 
 def test_two_gloo_processes_have_the_gradients_of_one(tmp_path, packed):
@@ -236,6 +239,73 @@ def test_bfloat16_keeps_float32_weights_and_nearly_the_gradient(packed):
     full, half = gradients(config, ALONE), gradients(with_train(config, precision="bfloat16"), ALONE)
     assert {g.dtype for g in half.values()} == {torch.float32}
     assert 0 < relative(half, full) < 0.1
+
+
+def compiled_cases(path: Path) -> dict[str, RunConfig]:
+    """Runs of which something is compiled: the least network with each kind of region."""
+    least = NCSNppConfig(size=8, width=4, multipliers=(1,), blocks=1, attention=(), dropout=0.3)
+    base = images(path)
+    u = replace(base, field=FieldConfig(network=least), objective=ObjectiveConfig())
+    return {
+        "images u": u,
+        "images qc": replace(u, objective=replace(base.objective, fraction="auto")),
+        "images c": replace(u, field=replace(u.field, form="energy")),
+        "images c as the paper": replace(u, field=replace(u.field, form="paper-energy")),
+        "toy u": TOY,
+        "toy c": replace(TOY, field=replace(TOY.field, form="energy")),
+        "toy qc": replace(TOY, objective=QC),
+    }
+
+
+@pytest.fixture
+def recompile():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", compiled_cases(Path()))
+def test_compiled_steps_have_the_gradient_of_eager_ones(packed, name, recompile):
+    config = with_train(compiled_cases(packed)[name], precision="float64")
+    eager = gradients(config, ALONE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*falls back to double backward")
+        assert relative(gradients(with_train(config, compile=True), ALONE), eager) < 1e-9
+    # An energy of a network without tangents of its own is differentiated twice, which runs eagerly.
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 0 if name == "toy c" else graphs > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["images qc", "images c"])
+def test_a_resumed_compiled_run_ends_with_the_same_bits(tmp_path, packed, name, monkeypatch, recompile):
+    monkeypatch.setattr("curlfree.train.compile_field", partial(compile_field, backend="eager"))
+    config = with_train(compiled_cases(packed)[name], precision="bfloat16", compile=True, channels_last=True)
+    train(config, tmp_path / "whole", device="cpu")
+    train(with_train(config, steps=2), tmp_path / "parts", device="cpu")
+    train(config, tmp_path / "parts", device="cpu")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    weights = ckpt.load(ckpt.checkpoints(tmp_path / "whole")[-1]).model
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_a_penalty_whose_compiled_tangents_are_wrong_goes_back_to_double_backward(packed, monkeypatch):
+    config = with_train(compiled_cases(packed)["images qc"], precision="float64")
+    eager = gradients(replace(config, objective=replace(config.objective, form="double")), ALONE)
+    tangents = NCSNpp.tangents
+
+    def wrong(net, x, sigma, vs, *rest, **named):
+        value, products = tangents(net, x, sigma, vs, *rest, **named)
+        return value, tuple(1.5 * p for p in products)
+
+    monkeypatch.setattr("training.compile_field", lambda config, field, backend: None)
+    monkeypatch.setattr(NCSNpp, "tangents", wrong)
+    with pytest.warns(UserWarning, match="falls back to double backward"):
+        found = gradients(with_train(config, compile=True), ALONE)
+    assert relative(found, eager) < 1e-12
 
 
 def test_the_average_is_that_of_its_recursion():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from curlfree.build import build_data, build_field, build_process
+from curlfree.build import build_data, build_field, build_process, compile_field
 from curlfree.config import (
     FieldConfig,
     ObjectiveConfig,
@@ -28,8 +28,7 @@ from curlfree.data.sources import ArrayFile
 from curlfree.nets.mlp import FilmMLPConfig
 from curlfree.nets.ncsnpp import NCSNppConfig
 from curlfree.processes import VE
-from curlfree.step import backward, draw
-from curlfree.train import distribute
+from curlfree.step import StepGradient, draw, exchange
 from curlfree.workers import Workers, join
 
 TOY = RunConfig(
@@ -121,10 +120,12 @@ def gradients(config: RunConfig, workers: Workers, step: int = 5) -> dict[str, T
     """The gradient of one step at the initial weights."""
     data = build_data(config, workers.device, workers.rank, workers.world)
     field = build_field(config).train()
-    model, hold = distribute(field, workers) if torch.distributed.is_initialized() else (field, None)
+    if config.train.compile:
+        compile_field(config, field, backend="aot_eager")
     (batch,) = data.batches.run(step, step + 1)
-    draws = draw(config, build_process(config), batch, step, workers)
-    backward(config, model, field, draws, step, workers, *([hold] if hold else []))
+    StepGradient(config, field, workers)(draw(config, build_process(config), batch, step, workers), step)
+    if torch.distributed.is_initialized():
+        exchange(field, workers)
     return {name: p.grad for name, p in field.named_parameters() if p.grad is not None}
 
 

@@ -5,6 +5,7 @@ These functions are the only places where a kind in a configuration decides what
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from curlfree.config import PackedData, RunConfig, ToyData
 from curlfree.data.loading import Batch, Batches, to_unit
 from curlfree.data.packed import open_packed
 from curlfree.distributions import Checkerboard, Distribution, Spirals, eight_gaussians
+from curlfree.fast import energy_dsm, prepare
 from curlfree.fields import (
     DenoiserEnergy,
     DenoiserField,
@@ -26,7 +28,8 @@ from curlfree.fields import (
 )
 from curlfree.nets.mlp import FilmMLP, FilmMLPConfig, PaperMLP, PaperMLPConfig
 from curlfree.nets.ncsnpp import NCSNpp, NCSNppConfig
-from curlfree.operators import per_sample
+from curlfree.objectives import sigma2
+from curlfree.operators import inner, per_sample
 from curlfree.processes import Process
 from curlfree.seeds import shard, stream, stream_seed
 
@@ -93,6 +96,46 @@ def _field(config: RunConfig) -> nn.Module:
         f"field.form: expected a form that {type(config.field.network).__name__} has, "
         f"found {config.field.form!r}"
     )
+
+
+def compile_field(config: RunConfig, field: nn.Module, *, backend: str = "inductor") -> None:
+    """Compile the network of a field, in place: an NCSN++ by regions, any other as a whole.
+
+    A field that is differentiated twice, as the energy of such another network is, runs eagerly there.
+
+    Args:
+        config: of the run.
+        field: the field, on its device.
+        backend: of `torch.compile`.
+    """
+    match config.field.network:
+        case NCSNppConfig():
+            prepare(field, backend=backend)
+        case FilmMLPConfig() | PaperMLPConfig():
+            for part in field.modules():
+                if isinstance(part, FilmMLP | PaperMLP):
+                    part.compile(backend=backend)
+
+
+def score_matching(config: RunConfig, field: nn.Module) -> Callable[..., Tensor]:
+    """Score matching with the weight sigma^2 in its fastest form, ``loss(x0, sigma, z, condition)``."""
+    match config.field.network, field:
+        case NCSNppConfig(), EnergyField():
+            energy: Any = field.energy
+            return lambda x0, sigma, z, condition: (
+                sigma2(sigma) * energy_dsm(energy, x0, sigma, z, condition=condition)
+            )
+        case _:
+            return partial(_residual_loss, field)
+
+
+def _residual_loss(
+    field: nn.Module, x0: Tensor, sigma: Tensor, z: Tensor, condition: dict[str, Any]
+) -> Tensor:
+    """``1/2 ||sigma s(x, sigma) + z||^2`` (Eqs. 5, A4)."""
+    level = per_sample(sigma, x0)
+    residual = level * field(x0 + level * z, sigma, **condition).to(x0.dtype) + z
+    return 0.5 * inner(residual, residual)
 
 
 def _paper_activation(data: ToyData | PackedData) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from curlfree.estimators import ESTIMATORS
 from curlfree.nets.mlp import FilmMLPConfig, PaperMLPConfig
 from curlfree.nets.ncsnpp import NCSNppConfig
-from curlfree.penalty import DUALS
+from curlfree.penalty import AUTO_FRACTION, DUALS
 from curlfree.processes import VE, VP, Linear
 
 Toy = Literal["8gaussians", "spirals", "checkerboard"]
@@ -97,7 +97,9 @@ class ObjectiveConfig:
         weighting: the level's weight in the penalty: "sigma2" (the paper's) or "sigma4".
         estimator: of the asymmetry, a key of `curlfree.estimators.ESTIMATORS`.
         form: "dual" (one ordinary backward, for "skew" and "paper") or "double" (double backward, any).
-        fraction: the part of each batch that the penalty is evaluated on.
+        fraction: the part of each batch that the penalty is evaluated on; "auto" is
+            `curlfree.penalty.AUTO_FRACTION`, at which the penalty's own noise does not matter at the paper's
+            lambda (`curlfree.budget` measures the bound for others).
         every: evaluate the penalty in every k-th step only, with k times the weight.
         probes: estimates per sample.
     """
@@ -106,7 +108,7 @@ class ObjectiveConfig:
     weighting: Literal["sigma2", "sigma4"] = "sigma2"
     estimator: str = "skew"
     form: Literal["dual", "double"] = "dual"
-    fraction: float = 1.0
+    fraction: float | Literal["auto"] = 1.0
     every: int = 1
     probes: int = 1
 
@@ -124,9 +126,15 @@ class ObjectiveConfig:
             f"'double' with estimator {self.estimator!r} ('dual' exists for {' and '.join(DUALS)})",
             self.form,
         )
-        _expect(0 < self.fraction <= 1, "objective.fraction", "a share in (0, 1]", self.fraction)
+        ok = self.fraction == "auto" or (not isinstance(self.fraction, str) and 0 < self.fraction <= 1)
+        _expect(ok, "objective.fraction", "a share in (0, 1] or 'auto'", self.fraction)
         _expect(self.every >= 1, "objective.every", "at least 1", self.every)
         _expect(self.probes >= 1, "objective.probes", "at least 1", self.probes)
+
+    @property
+    def share(self) -> float:
+        """The fraction as a number."""
+        return AUTO_FRACTION if self.fraction == "auto" else self.fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +175,8 @@ class TrainConfig:
         batch_size: samples per step, over all workers.
         accumulate: parts into which a worker's share of the batch is cut to save memory.
         precision: of the forward pass; weights are float32 with "bfloat16".
-        compile: compile the network.
+        compile: compile the network: an NCSN++ by regions, also inside an energy, and a GPU replays its
+            steps as CUDA graphs (`curlfree.fast`); any other network as a whole.
         channels_last: keep images channel by channel together, faster on GPUs.
         log_every: steps between two lines of the log.
         checkpoint_every: steps between two checkpoints.
@@ -297,7 +306,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
     if is_dataclass(hint):
         return decode(typing.cast(type, hint), value, where)
     if origin is types.UnionType or origin is typing.Union:
-        return None if value is None else _value(arguments[0], value, where)
+        words = [w for a in arguments if typing.get_origin(a) is Literal for w in typing.get_args(a)]
+        return value if value is None or value in words else _value(arguments[0], value, where)
     if origin is tuple and isinstance(value, list):
         return tuple(_value(arguments[0], item, where) for item in value)
     if origin is Literal and value in arguments:

@@ -2,9 +2,9 @@ r"""Speed: networks compiled region by region, gradients as CUDA graphs, and a c
 
 A training step is fast where the GPU never waits for Python. Compiling a whole NCSN++ takes minutes; its
 residual and attention blocks repeat a few shapes, so `prepare` compiles block by block, and all blocks of one
-shape share one graph (12 for each number of tangents in the paper's deep network). What is left of Python,
-`Recorded` removes: it records a function once as a CUDA graph and replays it. `Gradient` does so with a loss
-and its gradient.
+shape share one graph: 20 in the paper's deep network for score matching, and 40 for the penalty, whose two
+passes carry one and two tangents. What is left of Python, `Recorded` removes: it records a function once as a
+CUDA graph and replays it. `Gradient` does so with losses and their gradient.
 
 A step adds up to two gradients, each with its own backward, so that the memory of one is free for the other::
 
@@ -12,17 +12,19 @@ A step adds up to two gradients, each with its own backward, so that the memory 
     masks, probes = torch.Generator(device), torch.Generator(device)  # reseed them in every step
     matching = Gradient(score_matching, parameters, generators=(masks,), autocast=torch.bfloat16)
     penalty = Gradient(penalty_of_chosen, parameters, generators=(masks, probes), autocast=torch.bfloat16)
-    matching(x0, sigma, z)
-    penalty(x[chosen], sigma[chosen], weight[chosen])
+    matching(x0, sigma, z, weight=1 / len(x0))
+    penalty(x[chosen], sigma[chosen], weight=weight[chosen])
     optimizer.step()
+
+`curlfree.train` does this for every run with ``train.compile`` and an NCSN++.
 
 In autocast the penalty's q = (J - J^T) v is still computed in float32 (TF32 where PyTorch is told so), see
 `curlfree.penalty`. `check_tangents` compares everything that this relies on with plain automatic
 differentiation; `choose_form` does so once at the start and goes back to double backward if they differ.
 """
 
-import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -31,10 +33,21 @@ from torch import Tensor, nn
 
 from curlfree.estimators import gaussian
 from curlfree.nets.layers import Attention, GroupNorm, ResBlock
-from curlfree.operators import Condition, Field, frozen, gradient, inner, jacobian, per_sample, same_choices
-from curlfree.penalty import Form, directional, estimates
+from curlfree.operators import (
+    Condition,
+    Field,
+    differentiable_point,
+    frozen,
+    gradient,
+    inner,
+    jacobian,
+    per_sample,
+    same_choices,
+)
+from curlfree.penalty import Form, estimates, products
 
-Loss = Callable[..., Tensor]
+Losses = Callable[..., Tensor]
+Key = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class Energy(Protocol):
@@ -92,7 +105,8 @@ class Recorded:
     """A function of tensors that a GPU replays as a CUDA graph, without Python.
 
     The first calls run the function as it is: they compile and tune, which cannot be recorded. The next one
-    records it, and from then on it is replayed; for arguments of other shapes the same from the beginning.
+    records it, and from then on it is replayed; for arguments of other shapes or types the same from the
+    beginning.
     All calls do the function's work, so that it may change tensors: the weights in an optimisation step.
 
     A function that is recorded must not look at values, must take all that changes as tensor arguments, and
@@ -104,23 +118,29 @@ class Recorded:
     """
 
     WARM_UP = 3
+    DEVICE = "cuda"  # where functions are recorded
 
     def __init__(self, function: Callable[..., Any], generators: Iterable[torch.Generator] = ()) -> None:
         self.function, self.generators = function, tuple(generators)
-        self._calls: dict[tuple[torch.Size, ...], int] = {}
-        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+        self._calls: dict[Key, int] = {}
+        self._graphs: dict[Key, _Graph] = {}
 
     def __call__(self, *arguments: Tensor) -> Any:
         """The function's value, from a replay if the arguments are on a GPU."""
-        if not arguments[0].is_cuda:
+        if arguments[0].device.type != self.DEVICE:
             return self.function(*arguments)
-        shapes = tuple(a.shape for a in arguments)
-        self._calls[shapes] = self._calls.get(shapes, 0) + 1
-        if self._calls[shapes] <= self.WARM_UP:
+        key = tuple((a.shape, a.dtype) for a in arguments)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] <= self.WARM_UP:
             return self.function(*arguments)
-        if shapes not in self._graphs:
-            self._graphs[shapes] = _Graph(self.function, arguments, self.generators)
-        return self._graphs[shapes](arguments)
+        if key not in self._graphs:
+            self._graphs[key] = _Graph(self.function, arguments, self.generators)
+        return self._graphs[key](arguments)
+
+    @property
+    def graphs(self) -> int:
+        """How many recordings there are, one for each kind of arguments that came often enough."""
+        return len(self._graphs)
 
 
 class _Graph:
@@ -133,10 +153,16 @@ class _Graph:
         generators: tuple[torch.Generator, ...],
     ) -> None:
         self.inputs = tuple(a.clone() for a in arguments)
+        self.pool = _pool()
         self.graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph, pool=_pool().id):  # type: ignore[arg-type]  # takes what MemPool has
+        # What other threads do meanwhile (pinning the next batches, watching NCCL) is not in the graph.
+        with torch.cuda.graph(
+            self.graph,
+            pool=self.pool.id,  # type: ignore[arg-type]  # takes what MemPool has
+            capture_error_mode="thread_local",
+        ):
             self.outputs = function(*self.inputs)
 
     def __call__(self, arguments: tuple[Tensor, ...]) -> Any:
@@ -146,52 +172,63 @@ class _Graph:
         return self.outputs
 
 
-@functools.cache
+_pools: "weakref.WeakValueDictionary[str, torch.cuda.MemPool]" = weakref.WeakValueDictionary()
+
+
 def _pool() -> "torch.cuda.MemPool":
     """The memory that all graphs share: what is left in it after a replay is added up before the next.
 
-    An object, not a bare handle: it outlives the graphs, so that later ones find the pool.
+    It is given back when the last graph is gone.
     """
-    return torch.cuda.MemPool()
+    pool = _pools.get("graphs")
+    if pool is None:
+        pool = _pools["graphs"] = torch.cuda.MemPool()
+    return pool
 
 
 class Gradient:
-    """Evaluates a loss and adds its gradient to the parameters' `.grad`; on a GPU `Recorded`.
+    """Evaluates losses and adds their gradient to the parameters' `.grad`; on a GPU `Recorded`.
+
+    To keep the sum in one pass over memory, leave the `.grad` in place between steps:
+    ``optimizer.zero_grad(set_to_none=False)``.
 
     Args:
-        loss: ``loss(*arguments) -> scalar``.
+        losses: ``losses(*arguments)``, one number or one per sample.
         parameters: what to differentiate by.
-        generators: the generators that the loss draws from; they may be reseeded between calls.
-        autocast: the type in which autocast runs the loss; None for no autocast.
+        generators: the generators that the losses draw from; they may be reseeded between calls.
+        autocast: the type in which autocast runs the losses; None for no autocast.
         record: use CUDA graphs where the arguments are on a GPU.
     """
 
     def __init__(
         self,
-        loss: Loss,
+        losses: Losses,
         parameters: Iterable[Tensor],
         *,
         generators: Iterable[torch.Generator] = (),
         autocast: torch.dtype | None = None,
         record: bool = True,
     ) -> None:
-        self.loss, self.autocast = loss, autocast
+        self.losses, self.autocast = losses, autocast
         self.parameters = [p for p in parameters if p.requires_grad]
         self._evaluate = Recorded(self.evaluate, generators) if record else self.evaluate
 
-    def __call__(self, *arguments: Tensor) -> Tensor:
-        """Add the gradient, and return the loss."""
-        loss, gradients = self._evaluate(*arguments)
+    def __call__(self, *arguments: Tensor, weight: float | Tensor = 1.0) -> Tensor:
+        """Add the gradient of ``sum(weight * losses)``, and return the losses."""
+        if not isinstance(weight, Tensor):
+            weight = torch.full((), weight, device=arguments[0].device, dtype=torch.float64)
+        losses, gradients = self._evaluate(weight, *arguments)
         self._add(gradients)
-        return loss.clone()
+        return losses.clone()
 
-    def evaluate(self, *arguments: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and its gradient, None for parameters that it does not depend on."""
+    def evaluate(self, weight: Tensor, *arguments: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """The losses and the gradient of their weighted sum, None for parameters that have no part in it."""
         device = arguments[0].device.type
         with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
-            loss = self.loss(*arguments)
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        return loss.detach(), list(gradients)
+            losses = self.losses(*arguments)
+        found = torch.autograd.grad((weight * losses).sum(), self.parameters, allow_unused=True)
+        pairs = zip(self.parameters, found, strict=True)
+        return losses.detach(), [None if g is None else _like(p, g) for p, g in pairs]
 
     @torch.no_grad()
     def _add(self, gradients: list[Tensor | None]) -> None:
@@ -201,12 +238,15 @@ class Gradient:
             if g is None:
                 continue
             if p.grad is None:
-                p.grad = torch.zeros_like(p).copy_(g)  # in p's layout, which fused optimisers ask for
-            else:
-                sums.append(p.grad)
-                terms.append(g)
-        if sums:
-            torch._foreach_add_(sums, terms)
+                p.grad = torch.zeros_like(p)
+            sums.append(p.grad)
+            terms.append(g)
+        torch._foreach_add_(sums, terms)
+
+
+def _like(p: Tensor, g: Tensor) -> Tensor:
+    """A gradient in the layout of its parameter, which fused optimisers and fast sums ask for."""
+    return g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
 
 
 def energy_dsm(
@@ -216,7 +256,8 @@ def energy_dsm(
 
     With r = s + z/sigma held fixed, the gradient of ``1/2 ||s + z/sigma||^2`` is that of ``<r, s>``, which is
     minus the energy's derivative along r: forward mode, as in the penalty's detached dual. That is 8 forward
-    passes in place of the 6 of double backward, but compiled ones.
+    passes in place of the 6 of double backward, but compiled ones. The score, to which r owes its size at
+    large sigma, is never taken in autocast's half precision; the pass for the gradient may be.
 
     Args:
         energy: an energy with a method ``tangents(x, sigma, vs, **condition) -> (E, (dE/dv, ...))``.
@@ -231,7 +272,7 @@ def energy_dsm(
     level = per_sample(sigma, x0)
     x = (x0 + level * z).detach()
     arguments, replay = same_choices(energy, x, condition)
-    with torch.enable_grad(), frozen(energy):
+    with torch.enable_grad(), frozen(energy), torch.autocast(x.device.type, enabled=False):
         point = x.requires_grad_()
         s = -gradient(
             energy(point, sigma, **arguments).sum(),
@@ -256,10 +297,11 @@ def check_tangents(
 ) -> None:
     """Compare what the detached dual takes for granted with automatic differentiation in eager mode.
 
-    The field's value and its product ``J v``, as the field propagates it, compiled if the field is, are
-    compared with `curlfree.jacobian`'s; the gradient of the skew estimate by the dual with that by double
-    backward, both in x's precision and, for the gradient, in autocast's. In training mode the same dropout
-    masks are used on both sides.
+    The field's value and its products ``J v`` and ``J^T v``, as the dual takes them, compiled if the field
+    is, are compared with `curlfree.jacobian`'s; the gradient of the skew estimate by the dual, in autocast if
+    that is what training will do, with that by double backward in x's precision. In training mode the same
+    dropout masks are used on both sides. On a batch of the penalty's shape nothing is compiled but what the
+    penalty needs.
 
     Args:
         field: the vector field.
@@ -279,11 +321,13 @@ def check_tangents(
     with torch.enable_grad():  # without gradients it would use the field's own tangents, too
         live, J = jacobian(field, x, sigma, condition=condition)
         value, Jv, JTv = live.detach(), (J @ v).detach(), (J.T @ v).detach()
-    with torch.no_grad(), replay:
-        own, (tangent,) = directional(field, x, sigma, (v,), condition)
+    point = differentiable_point(x.detach().clone())
+    with torch.enable_grad(), frozen(field), replay:
+        own, (tangent,), (cotangent,) = products(field, point, sigma, (v,), condition)
     rounding = torch.finfo(x.dtype).eps ** 0.25 if tolerance is None else tolerance
     _compare("value", own, value, rounding)
     _compare("product J v", tangent, Jv, rounding)
+    _compare("product J^T v", cotangent, JTv, rounding)
     if not isinstance(field, nn.Module):
         return
     parameters = [p for p in field.parameters() if p.requires_grad]
@@ -292,13 +336,14 @@ def check_tangents(
         with replay, torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
             generator = torch.Generator(x.device).manual_seed(0)
             estimate = estimates(field, x, sigma, form=form, generator=generator, condition=condition)
-        found = torch.autograd.grad(estimate.mean(), parameters, allow_unused=True)
-        return torch.cat([g.flatten().to(x.dtype) for g in found if g is not None and bool(g.any())])
+        found = torch.autograd.grad(estimate.mean(), parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([g.flatten().to(x.dtype) for g in found])
 
-    amplification = float(1 + Jv.norm() / (Jv - JTv).norm().clamp(min=torch.finfo(Jv.dtype).tiny))
     expected = gradient("double", None)
-    _compare("gradient", gradient("dual", None), expected, rounding * amplification)
-    if autocast is not None:
+    if autocast is None:
+        amplification = float(1 + Jv.norm() / (Jv - JTv).norm().clamp(min=torch.finfo(Jv.dtype).tiny))
+        _compare("gradient", gradient("dual", None), expected, rounding * amplification)
+    else:
         loose = torch.finfo(autocast).eps ** 0.25 if tolerance is None else tolerance
         _compare(f"gradient in {autocast}", gradient("dual", autocast), expected, loose)
 

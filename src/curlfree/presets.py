@@ -6,8 +6,9 @@ Two dimensions: `8gaussians-u`, `-c` and `-qc` with the well-conditioned network
 Images: `cifar10-u`, `-c` and `-qc` have the constants of the paper's Section 5 as its public code has them
 (https://github.com/chen-hao-chao/qcsbm): NCSN++ deep, noise from 0.01 to 50, Adam with learning rate 2e-4
 and 5,000 steps of warm-up, gradients clipped at norm 1, moving average 0.999, batches of 128, dropout 0.1,
-lambda = 1e-4 on the penalty weighted by sigma^2. Its estimator is ours: the skew form, on a part of the
-batch. `cifar10-small-*` are short runs with a smaller network, `tiny-*` runs of seconds for tests.
+lambda = 1e-4 on the penalty weighted by sigma^2. Its estimator is ours: the skew form, on the "auto" part of
+the batch (`curlfree.penalty.AUTO_FRACTION`). `cifar10-small-*` are short runs with a smaller network,
+`tiny-*` runs of seconds for tests.
 """
 
 from dataclasses import replace
@@ -58,7 +59,7 @@ _CIFAR10 = RunConfig(
     optim=OptimConfig(),
     train=TrainConfig(precision="bfloat16", compile=True, channels_last=True, images=64),
 )
-_CIFAR10_QC = ObjectiveConfig(lmbda=1e-4, fraction=1 / 16)
+_CIFAR10_QC = ObjectiveConfig(lmbda=1e-4, fraction="auto")
 _SMALL = replace(
     _CIFAR10,
     name="cifar10-small-u",

@@ -9,33 +9,35 @@ part) is made for the whole global batch from a stream named by (seed, step), an
 So without dropout a run is the same whatever the number of workers and of accumulated parts, up to the order
 of summation; dropout is a function of (seed, step, rank, part).
 
-Gradients: each worker's loss is a sum over its rows divided by the *global* count and multiplied by the
-number of workers, because DistributedDataParallel averages. The penalised rows are stratified
-(`penalised_rows`), so that workers have equal shares of them where the counts allow it.
+Gradients: each worker's loss is a sum over its rows divided by the *global* count, and the workers' gradients
+are added up once per step (`exchange`). The penalised rows are stratified (`penalised_rows`), so that workers
+have equal shares of them where the counts allow it.
 
 A step's numbers are read by the host one step later (`Sent`), so that a GPU never waits for it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curlfree.build import classes, event_shape
+from curlfree.build import classes, event_shape, score_matching
 from curlfree.config import PackedData, RunConfig
 from curlfree.data.loading import Batch
 from curlfree.estimators import rademacher
+from curlfree.fast import Gradient, choose_form
 from curlfree.objectives import sigma2, sigma4
-from curlfree.operators import inner, per_sample
-from curlfree.penalty import estimates
+from curlfree.operators import per_sample
+from curlfree.penalty import Form, estimates
 from curlfree.processes import Process
 from curlfree.runlog import Level, RunLog, StepNumbers
 from curlfree.seeds import shard, stream, stream_seed
 from curlfree.workers import Workers
 
 LEVELS = 8  # ranges of noise levels in the log
+PROBES = 2  # of one estimate, at most
+CHECKED = 8  # penalised samples, at most, on which the dual is compared with double backward
 WEIGHTINGS = {"sigma2": sigma2, "sigma4": sigma4}
 
 
@@ -80,7 +82,7 @@ def draw(config: RunConfig, process: Process, batch: Batch, step: int, workers: 
         labels = torch.where(hidden | (batch.labels < 0), number, batch.labels)
     penalised = torch.empty(0, dtype=torch.int64)
     if config.objective.lmbda > 0 and (step + 1) % config.objective.every == 0:
-        penalised = penalised_rows(size, config.objective.fraction, stream(config.seed, "penalised", step))
+        penalised = penalised_rows(size, config.objective.share, stream(config.seed, "penalised", step))
     return Draws(x0, sigma, z, labels, rows, penalised)
 
 
@@ -120,95 +122,128 @@ class Terms:
     share: float
 
 
-def backward(
-    config: RunConfig,
-    model: Callable[..., Tensor],
-    field: nn.Module,
-    draws: Draws,
-    step: int,
-    workers: Workers,
-    hold: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Terms:
-    """Put the gradient of the step's loss into the parameters, one part of the worker's rows after another.
+class StepGradient:
+    """Puts the gradient of a step's loss into the parameters of a field.
+
+    Score matching and the penalty have a backward each, so that the memory of one is free for the other. With
+    ``train.compile`` and an NCSN++ a GPU replays each as a CUDA graph. A compiled field's penalty is compared
+    with double backward once, before it is first used (`curlfree.fast.choose_form`).
 
     Args:
         config: of the run.
-        model: the field as the score-matching term calls it: compiled, distributed.
-        field: the bare field, for the penalty's derivatives.
-        draws: of the step.
-        step: its number.
+        field: in training; with `train.compile` compiled (`curlfree.build.compile_field`).
         workers: this one among all.
-        hold: makes a context in which gradients add up on each worker, but are not exchanged yet.
-    """
-    objective, size = config.objective, config.train.batch_size
-    parts, share = config.train.accumulate, draws.x0.shape[0] // config.train.accumulate
-    losses, levels, asyms = [], [draws.sigma[:0]], [draws.sigma[:0]]
-    for part in range(parts):
-        mine = slice(part * share, (part + 1) * share)
-        x0, sigma, z = draws.x0[mine], draws.sigma[mine], draws.z[mine]
-        condition = {} if draws.labels is None else {"labels": draws.labels[mine]}
-        x = x0 + per_sample(sigma, x0) * z
-        start = draws.rows.start + part * share
-        local = (draws.penalised >= start) & (draws.penalised < start + share)
-        chosen = (draws.penalised[local] - start).to(x.device)
-        dropout = stream_seed(config.seed, "dropout", step, workers.rank, part)
-        with hold() if part < parts - 1 else nullcontext(), global_random_state(dropout, x.device):
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=config.train.precision == "bfloat16"):
-                s = model(x, sigma, **condition)
-            residual = per_sample(sigma, x) * s.to(x.dtype) + z
-            sm = 0.5 * inner(residual, residual)
-            if x.device.type == "cpu":
-                check_finite(step + 1, sigma, sm.detach(), None)
-            loss = sm.sum() / size
-            if len(chosen):
-                asym = estimates(
-                    field,
-                    x[chosen],
-                    sigma[chosen],
-                    estimator=objective.estimator,
-                    form=objective.form,
-                    probes=objective.probes,
-                    probe=Probes(config, step, draws.penalised, local),
-                    condition={name: value[chosen] for name, value in condition.items()},
-                )
-                weight = objective.lmbda * objective.every * WEIGHTINGS[objective.weighting](sigma[chosen])
-                loss = loss + (weight * asym).sum() / len(draws.penalised)
-                levels.append(sigma[chosen])
-                asyms.append(asym.detach())
-            (workers.world * loss).backward()
-        losses.append(sm.detach())
-    share_of_qc = 1 / len(draws.penalised) if len(draws.penalised) else 0.0
-    return Terms(draws.sigma, torch.cat(losses), torch.cat(levels), torch.cat(asyms), share_of_qc)
-
-
-class Probes:
-    """The probes of a step: drawn for all penalised rows of the global batch, of which some are wanted.
-
-    Args:
-        config: of the run.
-        step: which step.
-        penalised: the penalised rows.
-        wanted: which of these.
     """
 
-    def __init__(self, config: RunConfig, step: int, penalised: Tensor, wanted: Tensor) -> None:
-        self.config, self.step, self.count, self.wanted = config, step, len(penalised), wanted
-        self.generator: torch.Generator | None = None
+    def __init__(self, config: RunConfig, field: nn.Module, workers: Workers) -> None:
+        self.config, self.field, self.workers = config, field, workers
+        self.loss = score_matching(config, field)
+        masked: list[Any] = [part for part in field.modules() if hasattr(part, "draw_masks")]
+        self.draw_masks = masked[0].draw_masks if masked else None
+        self.dropout = torch.Generator(workers.device)
+        self.form: Form = config.objective.form
+        self.checked = not config.train.compile
+        options: dict[str, Any] = {
+            "generators": (self.dropout,),
+            "autocast": torch.bfloat16 if config.train.precision == "bfloat16" else None,
+        }
+        parameters, compiled = list(field.parameters()), config.train.compile
+        recorded = compiled and self.draw_masks is not None
+        self.matching = Gradient(self._matching, parameters, record=recorded, **options)
+        recorded = compiled and hasattr(field, "tangents")
+        self.dual = Gradient(self._penalty, parameters, record=recorded, **options)
+        self.double = Gradient(self._penalty, parameters, record=False)  # its products must not be rounded
 
-    def __call__(self, like: Tensor, _: torch.Generator | None) -> Tensor:
-        """The next probe, like the wanted rows."""
-        if self.generator is None:
-            self.generator = stream(self.config.seed, "probe", self.step, device=like.device)
-        whole = rademacher(like.new_empty((self.count, *like.shape[1:])), self.generator)
-        return whole[self.wanted.to(like.device)]
+    def __call__(self, draws: Draws, step: int) -> Terms:
+        """Add this worker's part of the gradient, one part of its rows after another."""
+        config, objective = self.config, self.config.objective
+        parts, share = config.train.accumulate, draws.x0.shape[0] // config.train.accumulate
+        losses, levels, asyms = [], [draws.sigma[:0]], [draws.sigma[:0]]
+        for part in range(parts):
+            mine = slice(part * share, (part + 1) * share)
+            x0, sigma, z = draws.x0[mine], draws.sigma[mine], draws.z[mine]
+            labels = () if draws.labels is None else (draws.labels[mine],)
+            self._seed("dropout", step, part)
+            sm = self.matching(x0, sigma, z, *labels, weight=1 / config.train.batch_size)
+            if x0.device.type == "cpu":
+                check_finite(step + 1, sigma, sm, None)
+            losses.append(sm)
+            start = draws.rows.start + part * share
+            local = (draws.penalised >= start) & (draws.penalised < start + share)
+            if bool(local.any()):
+                chosen = sent(draws.penalised[local] - start, x0.device)
+                x, level = (x0 + per_sample(sigma, x0) * z)[chosen], sigma[chosen]
+                probes = draw_probes(config, step, len(draws.penalised), x)
+                probes = probes[:, sent(local.nonzero()[:, 0], x.device)]
+                arguments = (x, level, probes, *(row[chosen] for row in labels))
+                self._choose(x, level, *arguments[3:])
+                weight = objective.lmbda * objective.every * WEIGHTINGS[objective.weighting](level)
+                self._seed("dropout of the penalty", step, part)
+                penalty = self.dual if self.form == "dual" else self.double
+                asyms.append(penalty(*arguments, weight=weight / len(draws.penalised)))
+                levels.append(level)
+        share_of_qc = 1 / len(draws.penalised) if len(draws.penalised) else 0.0
+        return Terms(draws.sigma, torch.cat(losses), torch.cat(levels), torch.cat(asyms), share_of_qc)
+
+    def _matching(self, x0: Tensor, sigma: Tensor, z: Tensor, *labels: Tensor) -> Tensor:
+        return self.loss(x0, sigma, z, self._condition(x0, *labels))
+
+    def _penalty(self, x: Tensor, sigma: Tensor, probes: Tensor, *labels: Tensor) -> Tensor:
+        objective, drawn = self.config.objective, iter(probes)
+        return estimates(
+            self.field,
+            x,
+            sigma,
+            estimator=objective.estimator,
+            form=self.form,
+            probes=objective.probes,
+            probe=lambda *_: next(drawn),
+            condition=self._condition(x, *labels),
+        )
+
+    def _condition(self, x: Tensor, *labels: Tensor) -> dict[str, Any]:
+        """The field's keyword arguments: classes, and dropout masks that can be drawn in a CUDA graph."""
+        condition: dict[str, Any] = {}
+        if labels:
+            (condition["labels"],) = labels
+        if self.draw_masks is not None:
+            condition["masks"] = self.draw_masks(len(x), self.dropout)
+        return condition
+
+    def _seed(self, name: str, step: int, part: int) -> None:
+        self.dropout.manual_seed(stream_seed(self.config.seed, name, step, self.workers.rank, part))
+
+    def _choose(self, x: Tensor, sigma: Tensor, *labels: Tensor) -> None:
+        """Once, where the field is compiled: leave the dual if it does not give the right gradient."""
+        if not self.checked and self.form == "dual":
+            few = slice(0, CHECKED)
+            condition = self._condition(x[few], *(row[few] for row in labels))
+            self.form = choose_form(
+                self.field, x[few], sigma[few], condition=condition, autocast=self.dual.autocast
+            )
+        self.checked = True
 
 
-@contextmanager
-def global_random_state(seed: int, device: torch.device) -> Iterator[None]:
-    """Layers such as dropout draw from PyTorch's global generators: seed them inside, restore them after."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
+def draw_probes(config: RunConfig, step: int, count: int, like: Tensor) -> Tensor:
+    """As many probes as the estimates of a step may need, for all penalised rows of the global batch."""
+    generator = stream(config.seed, "probe", step, device=like.device)
+    shape = (PROBES * config.objective.probes, count, *like.shape[1:])
+    return rademacher(like.new_empty(()).expand(shape), generator)
+
+
+def sent(indices: Tensor, device: torch.device) -> Tensor:
+    """Indices on the device, without waiting for what it is doing."""
+    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices
+
+
+def exchange(field: nn.Module, workers: Workers) -> None:
+    """Add up the workers' gradients, in one exchange."""
+    if workers.world > 1:
+        gradients = [p.grad for p in field.parameters() if p.grad is not None]
+        flat = workers.add(torch.cat([g.flatten() for g in gradients]))
+        parts = flat.split([g.numel() for g in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
 
 
 def check_finite(step: int, sigma: Tensor, score_matching: Tensor, other: str | None) -> None:
@@ -277,7 +312,7 @@ class Sent:
             sums[start + 1].index_add_(0, place, values.float())
         qc = (weighting(terms.penalised_sigma) * terms.asym).sum() * terms.share
         sm = terms.score_matching.sum() / config.train.batch_size
-        own = torch.stack([sm.float(), qc.float(), sm.new_tensor(float(stop)).float()])
+        own = torch.stack([sm.float(), qc.float(), torch.full_like(sm, float(stop), dtype=torch.float32)])
         numbers = torch.cat([workers.add(torch.cat([own, sums.flatten()])), norm.detach().float()[None]])
         self.numbers = numbers.to("cpu", non_blocking=True)
         self.ready = torch.cuda.Event() if norm.device.type == "cuda" else None

@@ -10,22 +10,27 @@ SIGINT end it after a checkpoint, at a step that all workers agree on.
 """
 
 import fcntl
-import inspect
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from curlfree import checkpoint as ckpt
-from curlfree.build import TrainingData, build_data, build_field, build_process, event_shape
+from curlfree.build import (
+    TrainingData,
+    build_data,
+    build_field,
+    build_process,
+    compile_field,
+    event_shape,
+)
 from curlfree.checkpoint import Checkpoint, State
 from curlfree.config import FREE, RunConfig, differences, load_config, save_config
 from curlfree.ema import Ema
@@ -35,7 +40,7 @@ from curlfree.processes import Process
 from curlfree.runlog import RunLog
 from curlfree.samplers import heun
 from curlfree.seeds import stream
-from curlfree.step import LEVELS, Sent, backward, draw
+from curlfree.step import LEVELS, Sent, StepGradient, draw, exchange
 from curlfree.workers import Workers, join
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -69,11 +74,12 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
             for parameter in field.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if config.train.compile:
+            compile_field(config, field)
         if workers.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         first, ema, optimizer = restore(config, out, field, data, workers)
-        model, hold = distribute(field, workers)
-        call = torch.compile(model) if config.train.compile else model
+        gradient = StepGradient(config, field, workers)
         stop = stack.enter_context(stop_signals())
         with workers.together():
             log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
@@ -85,9 +91,9 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
             lr = config.optim.lr * min(1.0, (step + 1) / max(1, config.optim.warmup))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            optimizer.zero_grad(set_to_none=True)
-            draws = draw(config, process, batch, step, workers)
-            terms = backward(config, call, field, draws, step, workers, hold)
+            optimizer.zero_grad(set_to_none=False)
+            terms = gradient(draw(config, process, batch, step, workers), step)
+            exchange(field, workers)
             norm = nn.utils.clip_grad_norm_(parameters, config.optim.clip)
             optimizer.step()
             step += 1
@@ -101,7 +107,8 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
                 pending = None
                 if workers.leads:
                     assert log is not None
-                    keep(config, out, step, process, field, ema, optimizer, data, log)
+                    with eager(config):
+                        keep(config, out, step, process, field, ema, optimizer, data, log)
             if stopped:
                 break
         return step
@@ -121,17 +128,9 @@ def check_shares(config: RunConfig, world: int) -> None:
         )
 
 
-def distribute(
-    field: nn.Module, workers: Workers
-) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
-    """The field as all workers train it together, and how to hold back the exchange of gradients."""
-    if workers.world == 1:
-        return field, nullcontext
-    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 has a new name for this
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    switch: dict[str, Any] = {name: False}
-    model = DistributedDataParallel(field, **switch)
-    return model, model.no_sync
+def eager(config: RunConfig) -> AbstractContextManager[None]:
+    """Inside, compiled parts run as they are: a few batches of other shapes are not worth compiling for."""
+    return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
 
 
 @contextmanager

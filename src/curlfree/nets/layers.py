@@ -41,8 +41,15 @@ def split(h: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def join(primal: Tensor, tangents: Tensor) -> Tensor:
-    """The stack of a primal (B, ...) and its tangents (k, B, ...)."""
-    return torch.cat([primal, tangents.flatten(0, 1)])
+    """The stack of a primal (B, ...) and its tangents (k, B, ...).
+
+    Images that are kept channels last stay so: of single ones `torch.cat` makes something else, and not the
+    same in eager mode and in a trace, so the channels are moved explicitly.
+    """
+    parts = (primal, tangents.flatten(0, 1))
+    if primal.ndim == 4 and primal.is_contiguous(memory_format=torch.channels_last):
+        return torch.cat([part.permute(0, 2, 3, 1) for part in parts]).permute(0, 3, 1, 2)
+    return torch.cat(parts)
 
 
 def shift(h: Tensor, bias: Tensor, k: int) -> Tensor:
