@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curlfree.nets import NCSNpp
-from curlfree.nets.layers import Attention, Conv, Down, GroupNorm, PyramidConv, ResBlock, Up
+from curlfree.nets.layers import HALF, Attention, Conv, Down, GroupNorm, PyramidConv, ResBlock, Up
 from networks import SMALL, random_batch, random_net
 
 
@@ -21,9 +21,9 @@ def _generator() -> torch.Generator:
 
 
 def _block(resample: Down | Up | None, size: int) -> Callable[[Tensor, int], Tensor]:
-    block = ResBlock(8, 12, 16, resample, _generator()).double()
+    block = ResBlock(8, 12, 16, resample, _generator(), dropout=0.3).double()
     t = torch.randn(2, 16, generator=_generator(), dtype=torch.float64)
-    mask = torch.bernoulli(torch.full((2, 12, size, size), 0.7), generator=_generator())
+    mask = torch.bernoulli(torch.full((2, 12, size, size), 0.7), generator=_generator()).bool()
     return lambda h, k: block(h, t, k, mask)
 
 
@@ -158,12 +158,17 @@ def test_replayed_random_state_repeats_the_masks() -> None:
 def test_masks_keep_the_mean() -> None:
     net = random_net()
     masks = net.draw_masks(4, _generator())
-    values = torch.cat([mask.flatten() for mask in masks])
+    kept = torch.cat([mask.flatten() for mask in masks])
+    assert kept.dtype == torch.bool
     keep = 1 - net.config.dropout
-    kept = values > 0
-    torch.testing.assert_close(values[kept], torch.full_like(values[kept], 1 / keep))
-    n = values.numel()
+    n = kept.numel()
     assert abs(kept.sum() - n * keep) < 5 * math.sqrt(n * keep * (1 - keep))
+    plain, dropping = (ResBlock(8, 8, 16, None, _generator(), p).double() for p in (0.0, 0.3))
+    dropping.load_state_dict(plain.state_dict())
+    x, t = random_batch(replace(SMALL, channels=8), extra=0)[0], torch.zeros(2, 16, dtype=torch.float64)
+    with torch.no_grad():
+        none, all_kept = plain(x, t) / HALF - x, dropping(x, t, 0, torch.ones_like(x).bool()) / HALF - x
+    torch.testing.assert_close(all_kept, none / 0.7)
     assert [tuple(mask.shape[1:]) for mask in masks] == net.mask_shapes
 
 

@@ -279,10 +279,10 @@ def test_compiled_steps_have_the_gradient_of_eager_ones(packed, name, recompile)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["images qc", "images c"])
-def test_a_resumed_compiled_run_ends_with_the_same_bits(tmp_path, packed, name, monkeypatch, recompile):
+def test_a_resumed_compiled_run_ends_with_the_same_bits(tmp_path, packed, monkeypatch, recompile):
     monkeypatch.setattr("curlfree.train.compile_field", partial(compile_field, backend="eager"))
-    config = with_train(compiled_cases(packed)[name], precision="bfloat16", compile=True, channels_last=True)
+    config = compiled_cases(packed)["images qc"]
+    config = with_train(config, precision="bfloat16", compile=True, channels_last=True)
     train(config, tmp_path / "whole", device="cpu")
     train(with_train(config, steps=2), tmp_path / "parts", device="cpu")
     train(config, tmp_path / "parts", device="cpu")

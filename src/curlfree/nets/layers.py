@@ -220,12 +220,20 @@ class ResBlock(nn.Module):
         embedding: length of the noise-level embedding.
         resample: `Down`, `Up` or None.
         generator: what the weights are drawn from.
+        dropout: the probability with which masks drop an activation.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, embedding: int, resample: Fir | None, generator: torch.Generator
+        self,
+        inputs: int,
+        outputs: int,
+        embedding: int,
+        resample: Fir | None,
+        generator: torch.Generator,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.keep = 1 - dropout
         self.GroupNorm_0 = GroupNorm(inputs, silu=True)
         self.resample = resample
         self.Conv_0 = Conv(inputs, outputs, 3, generator)
@@ -243,8 +251,8 @@ class ResBlock(nn.Module):
             h: the stack, ((1 + k) B, inputs, H, W).
             t: the activated embedding, (B, embedding).
             k: number of tangents.
-            mask: the dropout mask that primal and tangents share, (B, outputs, H', W'), already divided by
-                the probability to keep; None for no dropout.
+            mask: which activations dropout keeps, (B, outputs, H', W'), the same for primal and tangents;
+                None for no dropout.
         """
         x, h = h, self.GroupNorm_0(h, k)
         if self.resample is not None:
@@ -252,7 +260,7 @@ class ResBlock(nn.Module):
         h = shift(self.Conv_0.product(h), self.Dense_0(t) + self.Conv_0.bias, k)
         h = self.GroupNorm_1(h, k)
         if mask is not None:
-            h = (h.unflatten(0, (1 + k, -1)) * mask.to(h.dtype)).flatten(0, 1)
+            h = (h.unflatten(0, (1 + k, -1)) * mask.to(h.dtype) * (1 / self.keep)).flatten(0, 1)
         bias: Tensor = self.Conv_1.bias
         h = self.Conv_1.product(h)
         if self.Conv_2 is not None:

@@ -119,7 +119,7 @@ class NCSNpp(nn.Module):
         skips = [now]
 
         def block(inputs: int, outputs: int, resample: Fir | None = None) -> None:
-            modules.append(ResBlock(inputs, outputs, embedding, resample, generator))
+            modules.append(ResBlock(inputs, outputs, embedding, resample, generator, config.dropout))
             self.mask_shapes.append((outputs, size, size))
 
         def attend(channels: int) -> None:
@@ -169,14 +169,14 @@ class NCSNpp(nn.Module):
                 as in `torch.nn.Dropout`, whose state then has to be replayed to repeat a pass.
 
         Returns:
-            Tensors of shape (batch, C, H, W), 0 or 1 / (1 - dropout).
+            Boolean tensors of shape (batch, C, H, W), true where an activation is kept; the blocks scale it.
         """
         if self.config.dropout == 0:
             return ()
-        like, keep = next(self.parameters()), 1 - self.config.dropout
+        keep = 1 - self.config.dropout
+        like = torch.empty(0, dtype=torch.bool, device=next(self.parameters()).device)
         return tuple(
-            (torch.rand((batch, *shape), generator=generator, device=like.device) < keep).to(like.dtype)
-            / keep
+            like.new_empty((batch, *shape)).bernoulli_(keep, generator=generator)
             for shape in self.mask_shapes
         )
 
