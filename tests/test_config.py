@@ -19,6 +19,7 @@ from curlfree.config import (
     save_config,
 )
 from curlfree.estimators import normalized_asymmetry
+from curlfree.experiments.toy2d_train import PAPER_ARMS, PROBLEMS, paper_recipe
 from curlfree.nets.mlp import FilmMLP, FilmMLPConfig, PaperMLP, PaperMLPConfig
 from curlfree.penalty import AUTO_FRACTION
 from curlfree.presets import PRESETS, preset
@@ -200,3 +201,20 @@ def test_toy_batches_are_functions_of_the_step_and_shared_by_workers():
     parts = [next(build_data(config, device, rank, 2).batches.run(3, 4)).x0 for rank in range(2)]
     assert torch.equal(torch.cat(parts), from_one[3].x0)
     assert not torch.equal(from_one[2].x0, from_one[3].x0)
+
+
+@pytest.mark.parametrize(
+    ("toy", "key"), [("8gaussians", "8gaussian"), ("spirals", "spirals"), ("checkerboard", "checkerboard")]
+)
+def test_presets_of_a_two_dimensional_set_have_its_constants(toy: str, key: str) -> None:
+    problem = PROBLEMS[key]
+    for arm in ("u", "c", "qc"):
+        ours, paper = PRESETS[f"{toy}-{arm}"], PRESETS[f"paper-{toy}-{arm}"]
+        assert ours.data.name == paper.data.name == toy
+        assert ours.field.network.data_std == pytest.approx(problem.data.data_std, rel=0.02)
+        recipe = paper_recipe(problem.steps)
+        assert paper.train.steps == recipe.steps
+        assert paper.train.batch_size == recipe.batch
+        assert paper.optim.lr == recipe.rate
+        assert paper.process == recipe.process()
+    assert PRESETS[f"paper-{toy}-qc"].objective.lmbda * recipe.scale == PAPER_ARMS["QC"].lmbda
