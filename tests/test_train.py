@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -485,6 +486,44 @@ def test_the_second_stage_starts_from_the_weights_of_the_first(tmp_path):
         train(wider, tmp_path / "wider", device="cpu")
     with pytest.raises(FileNotFoundError, match="init"):
         train(replace(qc, init=str(tmp_path / "nothing")), tmp_path / "none", device="cpu")
+
+
+def test_the_second_stage_always_begins_with_the_same_checkpoint(tmp_path, monkeypatch):
+    """Killed before its first checkpoint, while the first stage went on; then from another working folder."""
+    u, qc = tmp_path / "u", tmp_path / "qc"
+    train(with_train(TOY, steps=4), u, device="cpu")
+    config = with_train(replace(TOY, objective=QC, init="u"), steps=2)
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunLog, "step", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, qc, device="cpu")
+    assert steps_of(qc) == []
+    train(TOY, u, device="cpu")
+    assert steps_of(u) == [4, 8]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = replace(config, init="../u")
+    ckpt.path_of(u, 4).rename(u / "away")
+    with pytest.raises(ValueError, match=r"began with the checkpoint at step 4 of .*u, which is gone"):
+        train(config, qc, device="cpu")
+    shutil.copytree(u / "away", u / "checkpoint-00000004")
+    (u / "checkpoint-00000004" / "ema.safetensors").write_bytes(b"other")
+    with pytest.raises(ValueError, match="or holds other weights"):
+        train(config, qc, device="cpu")
+    shutil.rmtree(u / "checkpoint-00000004")
+    (u / "away").rename(u / "checkpoint-00000004")
+    train(config, qc, device="cpu")
+    first, again = (row["provenance"]["init"] for row in whole_log(qc) if "provenance" in row)
+    manifest = json.loads((u / "checkpoint-00000004" / "manifest.json").read_text())
+    assert first == again and first["run"] == str(u) and first["step"] == 4
+    assert first["sha256"] == {name: manifest[name]["sha256"] for name in ckpt.FILES[:2]}
+    shutil.rmtree(u)
+    assert train(with_train(config, steps=3), qc, device="cpu") == 3
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path):

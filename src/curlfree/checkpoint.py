@@ -25,13 +25,17 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from curlfree.pieces import write_json
+
 _NAME = re.compile(r"checkpoint-(\d{8,})")
+ORIGIN = "init.json"
 FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
 
 
@@ -281,6 +285,53 @@ def resume(run: Path, refused: Callable[[str], None]) -> Path | None:
     return intact[-1] if intact else None
 
 
+def origin(run: Path, source: Path, told: Callable[[str], None]) -> Path:
+    """The checkpoint of another run that a run begins with: its newest at the first start, then always that.
+
+    The first start writes its folder, step and the SHA-256 of its weights into `init.json`, so that a run
+    which was killed before its first checkpoint does not begin again with weights that are newer.
+
+    Args:
+        run: the folder of the run that begins.
+        source: the folder of the other run.
+        told: why a newer checkpoint was passed over.
+
+    Raises:
+        FileNotFoundError: the other run has no checkpoint.
+        ValueError: the checkpoint of the first start is not there any more, or holds other weights.
+    """
+    first = read_origin(run)
+    if first is None:
+        path = newest(source, told)
+        if path is None:
+            raise FileNotFoundError(f"init: expected a run with a checkpoint, found none in {source}")
+        write_json(run / ORIGIN, {"run": str(source), "step": step_of(path), "sha256": _weights(path)})
+        return path
+    paths = [path for path in checkpoints(source) if step_of(path) == first["step"]]
+    if not paths or _weights(paths[0]) != first["sha256"]:
+        raise ValueError(
+            f"init: {run} began with the checkpoint at step {first['step']} of {source}, which is gone or "
+            f"holds other weights now; bring it back, or delete {run / ORIGIN} to begin with the newest"
+        )
+    return paths[0]
+
+
+def read_origin(run: Path) -> dict[str, Any] | None:
+    """Which checkpoint of which other run a run began with: "run", "step", "sha256"; None if with none.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    path = run / ORIGIN
+    if not path.exists():
+        return None
+    try:
+        first = json.loads(path.read_text(encoding="utf-8"))
+        return {name: first[name] for name in ("run", "step", "sha256")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged ({error}); delete it to begin with the newest weights") from error
+
+
 def prune(run: Path, keep: int, told: Callable[[str], None]) -> None:
     """Delete all but the latest `keep` checkpoints and the one with the lowest held-out loss.
 
@@ -316,6 +367,11 @@ def clean(run: Path) -> None:
 
 def _all_damaged(run: Path) -> ValueError:
     return ValueError(f"{run}: every checkpoint is damaged; delete them, or start again in another folder")
+
+
+def _weights(path: Path) -> dict[str, str | None]:
+    files = (path / name for name in FILES[:2])
+    return {file.name: _sha256(file) if file.is_file() else None for file in files}
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

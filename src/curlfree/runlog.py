@@ -3,8 +3,8 @@
 Only rank 0 has a log. A line of `log.jsonl` holds the means over the steps since the line before; "levels"
 lists the same by noise level, with the penalised samples' rms asymmetry in nats, ``2 pi sigma^2 ||K||_F``
 (the work around a circle of noise, see `curlfree.loop_work`). Each start adds a line with its "provenance":
-software, commit and hardware. When a run is resumed the log is cut back to the step of the checkpoint, so
-that every step is in it once.
+software, commit, hardware, and the other run's weights that the run began with. When a run is resumed the
+log is cut back to the step of the checkpoint, so that every step is in it once.
 """
 
 import json
@@ -75,10 +75,13 @@ class RunLog:
         config: of the run.
         step: at which the run starts or goes on.
         device: name of the accelerator, None for the processor.
+        init: which checkpoint the run began with (`curlfree.checkpoint.read_origin`), None for none.
     """
 
-    def __init__(self, out: Path, config: RunConfig, step: int, device: str | None = None) -> None:
-        self.out, self.config, self.first, self.device = out, config, step, device
+    def __init__(
+        self, out: Path, config: RunConfig, step: int, device: str | None = None, init: Row | None = None
+    ) -> None:
+        self.out, self.config, self.first, self.device, self.init = out, config, step, device, init
         self.steps: list[StepNumbers] = []
         self._stack = ExitStack()
 
@@ -96,7 +99,8 @@ class RunLog:
         self._show = show(self._stack, self.first, self.config.train.steps)
         self._since = time.monotonic()
         if self.first < self.config.train.steps:
-            self.write({"step": self.first, "provenance": provenance(device=self.device)})
+            init = {} if self.init is None else {"init": self.init}
+            self.write({"step": self.first, "provenance": provenance(device=self.device) | init})
         return self
 
     def __exit__(self, *error: Any) -> None:

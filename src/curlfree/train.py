@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
         FloatingPointError: the loss or its gradient is not finite.
         ValueError: the configuration does not fit the data, the workers or the run that is in the folder.
     """
-    out = Path(out)
+    out, config = Path(out), resolved(config)
     with ExitStack() as stack:
         workers = stack.enter_context(join(device))
         with workers.together():
@@ -82,7 +83,10 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
         gradient = StepGradient(config, field, workers)
         stop = stack.enter_context(stop_signals())
         with workers.together():
-            log = stack.enter_context(RunLog(out, config, first, workers.name)) if workers.leads else None
+            log = None
+            if workers.leads:
+                start = ckpt.read_origin(out)
+                log = stack.enter_context(RunLog(out, config, first, workers.name, start))
         parameters = [p for p in field.parameters() if p.requires_grad]
 
         pending: Sent | None = None
@@ -112,6 +116,11 @@ def train(config: RunConfig, out: str | Path, *, device: str = "auto") -> int:
             if stopped:
                 break
         return step
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """With the first stage's folder as an absolute path, so that it is known in every working folder."""
+    return config if config.init is None else replace(config, init=str(Path(config.init).resolve()))
 
 
 def check_shares(config: RunConfig, world: int) -> None:
@@ -148,7 +157,8 @@ def claim(out: Path, config: RunConfig) -> Iterator[None]:
             raise ValueError(f"{out}: another process is training this run; stop it first") from error
         path = out / "config.json"
         if path.exists():
-            changed = [d for d in differences(load_config(path), config) if d.split(":")[0] not in FREE]
+            found = differences(resolved(load_config(path)), config)
+            changed = [difference for difference in found if difference.split(":")[0] not in FREE]
             if changed:
                 raise ValueError(
                     f"{out}: holds a run with another configuration ({'; '.join(changed)}); continue it with "
@@ -180,9 +190,13 @@ def restore(
         config.optim.eps,
         fused=workers.device.type == "cuda",
     )
+    path = source = None
     with workers.together():
-        path = ckpt.resume(out, warn) if workers.leads else None
-    step = workers.agree(ckpt.step_of(path) if path else -1)
+        if workers.leads:
+            path = ckpt.resume(out, warn)
+            if path is None and config.init is not None:
+                source = ckpt.origin(out, Path(config.init), warn)
+    step, first = (workers.agree(ckpt.step_of(found) if found else -1) for found in (path, source))
     with workers.together():
         if step >= 0:
             saved = ckpt.load(ckpt.path_of(out, step))
@@ -192,11 +206,7 @@ def restore(
             optimizer.load_state_dict(adam_state(field, optimizer, saved.optimizer, step))
             average: Mapping[str, Tensor] | None = saved.ema
         elif config.init is not None:
-            source = ckpt.newest(Path(config.init), warn)
-            if source is None:
-                raise FileNotFoundError(
-                    f"init: expected a run with a checkpoint, found none in {config.init}"
-                )
+            source = ckpt.path_of(Path(config.init), first)
             ckpt.put(field, ckpt.load_weights(source, ema=False), source)
             average = ckpt.load_weights(source, ema=True)
         else:
