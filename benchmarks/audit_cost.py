@@ -9,7 +9,12 @@ Per batch and noise level, on the same images, levels and network:
 * `ours with loops`: with the work around 8-node loops as well, which the authors do not have.
 
 The estimates beside the times say whether a faster arm measures the same: mean and standard error of
-sigma^4 Asym over the images. The total is what 10,000 images at 20 levels would take.
+sigma^4 Asym over the images, which for the authors' estimator and ours, of different variance, must agree
+within their standard errors. The total is what 10,000 images at 20 levels would take.
+
+Then `curlfree.audit` itself, loops and all, runs over 10,000 images at 20 levels, in float32 (TF32 allowed),
+one level after another: a command goes on with the levels that are missing until the time is over, and the
+page says how many there are and what they took.
 
     python benchmarks/audit_cost.py --checkpoint model.safetensors --data cifar10.packed \
         --out benchmarks/records/audit_cost --page docs/benchmarks/audit-cost.md
@@ -42,11 +47,14 @@ from torch import Tensor
 import curlfree as cf
 from curlfree.estimators import rademacher, skew
 from curlfree.fast import prepare
-from curlfree.nets.ncsnpp import PRESETS
+from curlfree.metrics import audit
+from curlfree.nets.ncsnpp import PRESETS, NCSNpp
 from curlfree.operators import inner
 
 PROCESS = cf.VE(0.01, 50.0)
-TOTAL = 10_000 * 20
+IMAGES, LEVELS = 10_000, 20
+TOTAL = IMAGES * LEVELS
+Z = 4.0  # standard errors by which two estimates of one number may differ
 Field = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -71,6 +79,8 @@ def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> Non
     torch.backends.cudnn.benchmark = device.type == "cuda"
     net = load_network(args.preset, args.checkpoint, device).eval()
     baseline = AuthorsNet.like(net)
+    for p in (*net.parameters(), *baseline.parameters()):
+        p.requires_grad_(False)
     prepare(net, backend=args.backend)
     images = load_images(args.data, net.config, "test", args.batch * args.batches, device)
     levels = PROCESS.levels(args.levels).tolist()
@@ -81,7 +91,7 @@ def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> Non
             cf.loop_work(net, x, sigma, generator=torch.Generator(device).manual_seed(0))
         return asym
 
-    arms = {
+    arms: dict[str, tuple[Callable[..., Tensor], Field, bool, torch.dtype | None]] = {
         "authors, float32": (authors, baseline, False, None),
         "authors, TF32": (authors, baseline, True, None),
         "ours, TF32": (ours, net, True, None),
@@ -97,8 +107,6 @@ def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> Non
             say(f"{name}: no time left")
             continue
         release(device)
-        for p in field.parameters():
-            p.requires_grad_(False)  # for both sides
         seconds: list[float] = []
         table, start = {}, time.time()
         with tf32(allowed), torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -129,6 +137,54 @@ def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> Non
         }
         file.save()
         say(f"{name}: {1e3 * median:.2f} ms per batch, {median / args.batch * TOTAL:.0f} s in all")
+    whole(args, file, net, device, end)
+    for line in verdicts(file.data):
+        say(line)
+
+
+def whole(args: argparse.Namespace, file: RecordFile, net: NCSNpp, device: torch.device, end: float) -> None:
+    """The audit of the whole test set, level by level, as long as there is time."""
+    images = load_images(args.data, net.config, "test", args.images, device)
+    done = file.data.setdefault("audit", {})
+    for level in PROCESS.levels(LEVELS).tolist():
+        took = max((row["seconds"] for row in done.values()), default=0.0)
+        if f"{level:.6g}" in done or time.time() + max(args.reserve, took) > end:
+            continue
+        synchronize(device)
+        start = time.time()
+        with tf32(True):
+            found = audit(
+                net,
+                images,
+                PROCESS,
+                levels=[level],
+                batch=args.batch,
+                generator=torch.Generator(device).manual_seed(round(1e6 * level)),
+            )
+        synchronize(device)
+        done[f"{level:.6g}"] = dict(found.levels[0]) | {"seconds": time.time() - start}
+        file.save()
+        say(f"audit at sigma {level:.4g}: {done[f'{level:.6g}']}")
+
+
+def verdicts(record: dict) -> list[str]:
+    """What must hold, each with yes or NO; only what has been measured."""
+    results, lines = record["results"], []
+    reference = results.get("authors, float32")
+    for name, row in results.items():
+        if reference is None or row is reference:
+            continue
+        apart = max(
+            abs(a - b) / math.hypot(se_a, se_b)
+            for (a, se_a), (b, se_b) in (
+                (row["sigma4_asym"][level], reference["sigma4_asym"][level]) for level in row["sigma4_asym"]
+            )
+        )
+        same = f"at most {apart:.1f} standard errors apart: {'yes' if apart < Z else 'NO'}"
+        faster = reference["median"] / row["median"]
+        claim = f", at least 3: {'yes' if faster >= 3 else 'NO'}" if name.startswith("ours, ") else ""
+        lines.append(f"{name}: {faster:.2f} times faster than the authors' evaluation{claim}; {same}")
+    return lines
 
 
 def page(record: dict) -> list[str]:
@@ -157,6 +213,23 @@ def page(record: dict) -> list[str]:
     for level in next(iter(results.values()))["sigma4_asym"]:
         cells = ["{:.4g} ± {:.2g}".format(*row["sigma4_asym"][level]) for row in results.values()]
         lines.append(f"| {level} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"- {verdict}" for verdict in verdicts(record))]
+    audited = record.get("audit", {})
+    if audited:
+        seconds = sum(row["seconds"] for row in audited.values())
+        n, part = next(iter(audited.values()))["n"], len(audited) / LEVELS
+        more = f" ({seconds / part:.0f} s for all at that rate)" if part < 1 else ""
+        lines += [
+            "",
+            f"`curlfree.audit` with loops, {n:,} images, {len(audited)} of {LEVELS} levels: "
+            f"{seconds:.0f} s{more}.",
+            "",
+            "| sigma | Asym | NAsym | work (nats) | s |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for level, row in audited.items():
+            cells = [f"{row[key]:.4g} ± {row[f'{key}_se']:.2g}" for key in ("asym", "nasym", "work_nats")]
+            lines.append(f"| {level} | {' | '.join(cells)} | {row['seconds']:.1f} |")
     return lines
 
 
@@ -168,6 +241,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--batches", type=int, default=2, help="per level")
     parser.add_argument("--levels", type=int, default=8)
+    parser.add_argument("--images", type=int, default=IMAGES, help="of the whole audit")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--limit", type=float, default=540, help="seconds for all arms")
@@ -185,6 +259,7 @@ def main() -> None:
             "batch": args.batch,
             "batches": args.batches,
             "levels": args.levels,
+            "audit_images": args.images,
         }
         run(args, RecordFile(args.out, config, device), device)
     write_page(args.page, page(load_record(args.out)))

@@ -13,7 +13,8 @@ common random numbers on the averaged weights:
     python benchmarks/finetune.py --train train.packed --test train.packed --state STATE \
         --out benchmarks/records/finetune --page docs/benchmarks/finetune.md
 
-The command may be interrupted and repeated: training goes on from STATE, finished arms are kept.
+The command may be interrupted and repeated: training goes on from STATE/base, finished arms are kept. That
+folder holds the U network in files of less than 16 MiB; the other benchmarks take it as ``--checkpoint``.
 """
 
 import argparse
@@ -30,8 +31,7 @@ import numpy as np
 import torch
 from authors_style import AuthorsNet
 from measure import RecordFile, header, load_record, open_device, release, say, synchronize, write_page
-from safetensors.torch import load_file, save_file
-from subjects import load_images
+from subjects import load_images, load_state, save_state, weights_of
 from torch import Tensor, nn
 from variance import two_stages
 
@@ -93,10 +93,10 @@ class Trainer:
     def __init__(self, net: NCSNpp, images: Tensor, args: argparse.Namespace, seed: int, arm: Arm) -> None:
         self.net, self.images, self.args, self.seed, self.arm = net, images, args, seed, arm
         self.device = images.device
-        self.average = copy.deepcopy(net).eval().requires_grad_(False)
         net.train()
         if args.backend != "none":
             prepare(net, backend=args.backend)
+        self.average = copy.deepcopy(net).eval().requires_grad_(False)  # in the same layout, not compiled
         self.parameters = [p for p in net.parameters() if p.requires_grad]
         for p in self.parameters:
             p.grad = torch.zeros_like(p)
@@ -135,8 +135,7 @@ class Trainer:
         sigma = PROCESS.sample_sigma(batch, source("sigma")).to(self.device, torch.float32)
         x0 = self.images[rows]
         z = torch.randn(x0.shape, generator=source("noise"), device=self.device)
-        for p in self.parameters:
-            p.grad.zero_()
+        self.optimizer.zero_grad(set_to_none=False)
         self.generator.manual_seed(stream_seed(self.seed, "dropout", n) % 2**62)
         self.matching(x0, sigma, z)
         if self.arm.samples and n % self.arm.every == 0:
@@ -189,33 +188,37 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     for i, p in enumerate(trainer.parameters):
         for name, value in trainer.optimizer.state.get(p, {}).items():
             state[f"adam.{i}.{name}"] = value
-    return {name: value.detach().cpu().clone().contiguous() for name, value in state.items()}
+    return state
+
+
+def restore(trainer: Trainer, state: dict[str, Tensor]) -> None:
+    """Put a state back; Adam's moments get the layout of the weights, which its fused form asks for."""
+    trainer.net.load_state_dict(weights_of(state, "net"))
+    trainer.average.load_state_dict(weights_of(state, "average"))
+    for i, p in enumerate(trainer.parameters):
+        if f"adam.{i}.step" in state:
+            trainer.optimizer.state[p] = {"step": state[f"adam.{i}.step"]} | {
+                name: torch.empty_like(p).copy_(state[f"adam.{i}.{name}"])
+                for name in ("exp_avg", "exp_avg_sq")
+            }
 
 
 def base(args: argparse.Namespace, images: Tensor, file: RecordFile, end: float) -> tuple[dict, dict] | None:
     """Weights of the U network and their average; None if the time was not enough to train it."""
-    device, path = images.device, args.state / "base.safetensors"
+    device, path = images.device, args.state / "base"
     if args.base is not None:
-        weights = load_file(args.base, device=str(device))
-        return weights, weights
+        found = load_state(args.base, device)
+        return weights_of(found, "net"), weights_of(found, "average")
     trainer = Trainer(NCSNpp(PRESETS[args.preset], seed=0).to(device), images, args, args.seed, Arm())
     step = 0
-    if path.is_file():
-        found = load_file(path, device=str(device))
+    if path.is_dir():
+        found = load_state(path, device)
         step = int(found.pop("step"))
-        trainer.net.load_state_dict({k[4:]: v for k, v in found.items() if k.startswith("net.")})
-        trainer.average.load_state_dict({k[8:]: v for k, v in found.items() if k.startswith("average.")})
-        for i, p in enumerate(trainer.parameters):
-            names = ("step", "exp_avg", "exp_avg_sq")
-            if f"adam.{i}.step" in found:
-                trainer.optimizer.state[p] = {name: found[f"adam.{i}.{name}"] for name in names}
+        restore(trainer, found)
     start, began = time.time(), step
     while step < args.base_steps and time.time() < end:
         step = trainer.run(step, min(step + 1000, args.base_steps), 0.0, end)
-        args.state.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        save_file(state_of(trainer) | {"step": torch.tensor(step)}, part)
-        part.replace(path)
+        save_state(path, state_of(trainer) | {"step": torch.tensor(step)})
         say(f"U: step {step}, {time.time() - start:.0f} s")
     if step > began:
         loss = held_out(trainer.average, args.test_images, 0 if step < args.base_steps else 256)["loss"]
@@ -291,6 +294,8 @@ def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> Non
         }
         file.save()
         say(f"{name}, seed {seed}: {curve[-1]}, start-up {first:.0f} s")
+    for line in verdicts(file.data):
+        say(line)
 
 
 def todo(args: argparse.Namespace, file: RecordFile) -> Iterator[tuple[str, int]]:
@@ -338,6 +343,29 @@ def intervals(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> dict[s
     return found
 
 
+def verdicts(record: dict[str, Any]) -> list[str]:
+    """What must hold, each with yes or NO; only what has been measured."""
+    config, results, lines = record["config"], record["results"], []
+    last = {name: [run["curve"][-1] for run in runs.values()] for name, runs in results.items()}
+    if {"none", "Alg. 1"} <= last.keys():
+        ratio = mean(last["Alg. 1"], "asym") / mean(last["none"], "asym")
+        ok = "yes" if ratio <= 0.5 else "NO: raise --lmbda"
+        lines.append(f"Alg. 1 halves sigma^4 Asym (against lambda = 0): ratio {ratio:.3f}: {ok}")
+    for name in [n for n in results if n.startswith("ours") and "Alg. 1" in results]:
+        for what, label in (("asym", "sigma^4 Asym"), ("loss", "score matching")):
+            found = intervals(results[name], results["Alg. 1"], what)
+            high = max(found["over_images"][1], found.get("over_seeds", [0, 0])[1])
+            ok = "yes" if high < 1.05 else "NO"
+            lines.append(
+                f"{name}, {label} over Alg. 1's: {found['ratio']:.3f}, "
+                f"upper end {high:.3f} of the paired intervals below 1.05: {ok}"
+            )
+    for label, noise in record.get("noise", {}).items():
+        used = arms(config["batch"], config["every"])["ours"].samples / config["batch"]
+        lines.append(f"fraction by the rule, {label} weight: {noise['fraction']:.3g}; used: {used:.3g}")
+    return lines
+
+
 def page(record: dict, folder: Path) -> list[str]:
     config, results = record["config"], record["results"]
     lines = header("Fine-tuning with the penalty on a part of the batch", "finetune", record)
@@ -373,6 +401,7 @@ def page(record: dict, folder: Path) -> list[str]:
             f"{noise['score_matching']:.3g}, penalty {noise['penalty']:.3g} per sample; the rule's fraction "
             f"is {noise['fraction']:.3g}.",
         ]
+    lines += ["", *(f"- {line}" for line in verdicts(record))]
     if results:
         lines += ["", f"![Asymmetry and loss against steps and seconds]({draw(record, folder)})"]
     return lines
@@ -441,7 +470,7 @@ def main() -> None:
         device = open_device(args.device)
         config = {name: getattr(args, name) for name in CONFIG}
         run(args, RecordFile(args.out, config, device), device)
-    if args.page:
+    if args.page and (args.out / "record.json").is_file():
         write_page(args.page, page(load_record(args.out), args.page.parent))
 
 

@@ -71,7 +71,8 @@ def measure(step: Step, device: torch.device, *, repeats: int, limit: float) -> 
 
     Returns:
         `seconds` of each repetition, their `median`, the median of the `host`'s part, `start_up` of the
-        first calls, `peak_bytes` that the step allocated beyond what was there before (on a GPU).
+        first calls; on a GPU `peak_bytes` that the step allocated beyond what was there before, and
+        `reserved_bytes` that the process held at its peak, all graphs' memory included.
     """
     end = time.perf_counter() + limit
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -90,6 +91,7 @@ def measure(step: Step, device: torch.device, *, repeats: int, limit: float) -> 
         "host": statistics.median(host),
         "start_up": start_up,
         "peak_bytes": peak,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
     }
 
 

@@ -4,16 +4,18 @@ One step is the gradient of one training loss, dropout on (what Adam and the mov
 for all). Arms, each on its own copy of one network:
 
 * `U authors`, `C authors`, `Alg. 1 authors`: the same function in the authors' style (`authors_style.py`);
-* `U eager`, `C ...`, `paper one backward`, `skew double backward`: our network, eager;
+* `U eager`, `C ... double backward`, `paper one backward`, `skew double backward`: our network, eager;
 * `U`: our network compiled by region, bfloat16 by autocast, replayed as a CUDA graph;
 * `QC`: the same with the penalty in every step on a fraction of the batch ("auto" by default);
 * `QC every`: with the penalty in every k-th step on k times that fraction; its step time is amortised, and
   the longest step is stated.
 
-    python benchmarks/step_cost.py --batch 128 --out benchmarks/records/step_cost \
+    python benchmarks/step_cost.py --batch 128 --question step --out benchmarks/records/step_cost \
         --page docs/benchmarks/step-cost.md
+    python benchmarks/step_cost.py --batch 32 --question baseline ...
 
-A record holds several batch sizes; each command adds one, and may be repeated: arms that are there are kept.
+Each command is one run: it measures U again, and every ratio and verdict is within it. A record holds many
+runs. Eager arms come first, while no graph holds memory.
 """
 
 import argparse
@@ -52,6 +54,16 @@ from curlfree.penalty import AUTO_FRACTION
 LMBDA = 1e-4
 PROCESS = cf.VE(0.01, 50.0)
 EXPECTED = {"U authors": 0.103, "Alg. 1 authors": 1.811}  # seconds, one H200, batch 32, deep network
+TIME, MEMORY, FASTER = {128: 1.25, 32: 1.5}, {128: 1.3}, {32: 20.0}  # what QC must reach, by batch
+QUESTIONS = {
+    "step": ("U", "QC", "QC every", "U again"),
+    "baseline": ("U authors", "Alg. 1 authors", "U", "QC"),
+    "penalty": ("U eager", "paper one backward", "skew double backward", "U", "QC", "skew dual full batch"),
+    "energy": (
+        *("C authors", "C h^2 double backward", "C denoiser double backward"),
+        *("U", "C h^2", "C denoiser"),
+    ),
+}
 
 
 class Data:
@@ -100,19 +112,19 @@ class Arms:
         self.generator = torch.Generator(device).manual_seed(1)
 
     def steps(self) -> Iterator[tuple[str, Callable[[], Step]]]:
-        """The arms in the order in which they run."""
-        yield "U", self.u
-        yield "QC", lambda: self.qc(self.chosen, 1)
-        yield "QC every", lambda: self.qc(min(self.batch, self.every * self.chosen), self.every)
+        """The arms in the order in which they run: eager ones first."""
         yield "U authors", lambda: self.authors("U")
         yield "Alg. 1 authors", lambda: self.authors("QC")
         yield "C authors", lambda: self.authors("C")
         yield "U eager", self.u_eager
         yield "paper one backward", lambda: self.double("paper")
         yield "skew double backward", lambda: self.double("skew")
-        yield "skew dual full batch", lambda: self.qc(self.batch, 1)
         yield "C h^2 double backward", lambda: self.energy(cf.ScoreNormEnergy(self.net))
         yield "C denoiser double backward", lambda: self.energy(cf.DenoiserEnergy(ScoreDenoiser(self.net)))
+        yield "U", self.u
+        yield "QC", lambda: self.qc(self.chosen, 1)
+        yield "QC every", lambda: self.qc(min(self.batch, self.every * self.chosen), self.every)
+        yield "skew dual full batch", lambda: self.qc(self.batch, 1)
         yield "C h^2", lambda: self.energy_dual(cf.ScoreNormEnergy(self.prepared()))
         yield "C denoiser", lambda: self.energy_dual(cf.DenoiserEnergy(ScoreDenoiser(self.prepared())))
         yield "U again", self.u
@@ -239,63 +251,105 @@ def cleared(net: nn.Module, step: Step, *, none: bool = False) -> None:
 
 
 def run(args: argparse.Namespace, file: RecordFile, device: torch.device) -> None:
-    end = time.time() + args.limit
-    table = file.results.setdefault(str(args.batch), {})
+    start = time.time()
+    end = start + args.limit
     arms = Arms(args.preset, args.batch, args.every, args.backend, device)
+    wanted = {*(args.arms or QUESTIONS[args.question]), "U"}
+    this: dict[str, Any] = {"batch": args.batch, "backend": args.backend, "arms": {}}
+    file.results[time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(start))] = this
+    this["set_up"] = time.time() - start
     for name, make in arms.steps():
-        if args.arms and name not in args.arms:
-            continue
-        if name in table and "median" in table[name]:
-            say(f"{name}: kept")
+        if name not in wanted:
             continue
         left = end - time.time()
         if left < args.reserve:
             say(f"{name}: no time left ({left:.0f} s)")
             continue
         torch.backends.cudnn.benchmark = device.type == "cuda" and "authors" not in name
-        step: Step | None = None
-        result: dict[str, Any] = {}
-        for graphs in (True, False):  # timed, then counted
-            release(device)
-            arms.graphs = graphs
-            try:
-                step = make()
-                if graphs:
-                    result = measure(step, device, repeats=args.repeats, limit=left / 4)
-                else:
-                    result["flop"] = count_flops(step)
-            except torch.OutOfMemoryError as error:
-                result["error"] = str(error).splitlines()[0]
-            step = None
-            arms.forget()
-        if name == "QC every" and "median" in table.get("U", {}) and "median" in result:
-            u = table["U"]["median"]
-            result |= {"longest": result["median"], "every": args.every, "samples": args.every * arms.chosen}
-            result["median"] = u + (result["longest"] - u) / args.every
-            if "flop" in result and "flop" in table["U"]:
-                result["flop"] = table["U"]["flop"] + (result["flop"] - table["U"]["flop"]) / args.every
-        table[name] = result
+        this["arms"][name] = result = one(arms, make, args.repeats, left / 4, this["arms"].get("U", {}), name)
         file.save()
         say(f"{name}: {1e3 * result.get('median', math.nan):.2f} ms, {result}")
-    if arms.fast is not None and "self_check" not in table:
-        x0, sigma, z = (t[:2] for t in arms.data())
-        try:
-            check_tangents(arms.fast, noisy(x0, sigma, z), sigma, autocast=torch.bfloat16)
-            table["self_check"] = "passed"
-        except ValueError as error:
-            table["self_check"] = str(error)
-        say(f"self-check: {table['self_check']}")
-    if args.preset == "ncsnpp-deep" and args.batch == 32 and "H200" in (device_name(device) or ""):
-        table["baseline"] = {
-            name: {
-                "expected": expected,
-                "within_15_percent": abs(table[name]["median"] / expected - 1) <= 0.15,
-            }
-            for name, expected in EXPECTED.items()
-            if "median" in table.get(name, {})
-        }
-        say(f"baseline: {table['baseline']}")
+    this["verdicts"] = verdicts(this, args.preset, device_name(device) or "")
     file.save()
+    for line in this["verdicts"]:
+        say(line)
+    if arms.fast is None or end - time.time() < args.reserve:
+        this["self_check"] = "not run"
+    else:
+        x0, sigma, z = (t[: arms.chosen] for t in arms.data())
+        masks = {"masks": arms.fast.draw_masks(arms.chosen, arms.generator)}
+        try:
+            check_tangents(arms.fast, noisy(x0, sigma, z), sigma, condition=masks, autocast=torch.bfloat16)
+            this["self_check"] = "passed"
+        except ValueError as error:
+            this["self_check"] = str(error)
+    say(f"self-check: {this['self_check']}")
+    file.save()
+
+
+def one(
+    arms: Arms, make: Callable[[], Step], repeats: int, limit: float, u: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """An arm's result: timed, with its operations counted."""
+    step: Step | None = None
+    result: dict[str, Any] = {}
+    for graphs in (True, False):  # timed, then counted
+        release(arms.device)
+        arms.graphs = graphs
+        try:
+            step = make()
+            if graphs:
+                result = measure(step, arms.device, repeats=repeats, limit=limit)
+            else:
+                result["flop"] = count_flops(step)
+        except torch.OutOfMemoryError as error:
+            result["error"] = str(error).splitlines()[0]
+        step = None
+        arms.forget()
+    release(arms.device)
+    if name == "QC every" and "median" in u and "median" in result:
+        result |= {"longest": result["median"], "every": arms.every}
+        result["samples"] = min(arms.batch, arms.every * arms.chosen)
+        result["median"] = u["median"] + (result["longest"] - u["median"]) / arms.every
+        if "flop" in result and "flop" in u:
+            result["flop"] = u["flop"] + (result["flop"] - u["flop"]) / arms.every
+    return result
+
+
+def verdicts(this: dict[str, Any], preset: str, hardware: str) -> list[str]:
+    """What the step must reach, each with yes or NO; only what this run has measured."""
+    batch, arms = this["batch"], {n: row for n, row in this["arms"].items() if "median" in row}
+    weights = 4 * parameters(preset)
+    lines = []
+
+    def judge(what: str, found: float, bound: str, ok: bool) -> None:
+        lines.append(f"{what}: {found:.3g}, {bound}: {'yes' if ok else 'NO'}")
+
+    if preset == "ncsnpp-deep" and batch == 32 and "H200" in hardware:
+        for name in EXPECTED.keys() & arms.keys():
+            ratio = arms[name]["median"] / EXPECTED[name]
+            judge(
+                f"{name} over {1e3 * EXPECTED[name]:.0f} ms", ratio, "1 within 0.15", abs(ratio - 1) <= 0.15
+            )
+    for name in [n for n in ("QC", "QC every") if n in arms and "U" in arms]:
+        if batch in TIME:
+            ratio = arms[name]["median"] / arms["U"]["median"]
+            judge(f"{name} / U, time", ratio, f"at most {TIME[batch]}", ratio <= TIME[batch])
+        if batch in MEMORY and arms["U"]["peak_bytes"]:
+            ratio = (arms[name]["peak_bytes"] + weights) / (arms["U"]["peak_bytes"] + weights)
+            judge(f"{name} / U, memory", ratio, f"at most {MEMORY[batch]}", ratio <= MEMORY[batch])
+        if batch in FASTER and "Alg. 1 authors" in arms:
+            ratio = arms["Alg. 1 authors"]["median"] / arms[name]["median"]
+            judge(f"Alg. 1 authors / {name}", ratio, f"at least {FASTER[batch]:g}", ratio >= FASTER[batch])
+    if {"U", "QC"} <= arms.keys():
+        total = this["set_up"] + sum(arms[n]["start_up"] for n in ("U", "QC"))
+        judge("start-up of U and QC (s)", total, "at most 180", total <= 180)
+    return lines
+
+
+def parameters(preset: str) -> int:
+    with torch.device("meta"):
+        return sum(math.prod(p.shape) for p in NCSNpp(PRESETS[preset]).parameters())
 
 
 def page(record: dict) -> list[str]:
@@ -305,28 +359,30 @@ def page(record: dict) -> list[str]:
         f"`{config['preset']}` ({config['parameters']:,} parameters), dropout on; one step is the gradient",
         "of one training loss. Median; spread: the middle half of the repetitions; host: the part of it that",
         "Python takes to launch the work (where it is nearly all, the GPU waits for it). Memory: the peak",
-        "of what a step allocates, and the parameters. TFLOP/s: products and convolutions as counted, by the",
-        "median.",
+        "of what a step allocates, and the parameters; reserved: all that the process held. TFLOP/s:",
+        "products and convolutions as counted, by the median. Ratios are within one run.",
         "",
     ]
-    for batch, table in record["results"].items():
-        arms = {name: row for name, row in table.items() if isinstance(row, dict) and name != "baseline"}
+    for started, this in record["results"].items():
+        arms = this["arms"]
         ours, theirs = arms.get("U", {}), arms.get("U authors", {})
         lines += [
-            f"## Batch {batch}",
+            f"## Batch {this['batch']}, run of {started}",
             "",
-            "| step | ms | spread | host | / U | / U authors | GiB | memory / U | TFLOP/s | start-up (s) |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            "| step | ms | spread | host | / U | / U authors | GiB | memory / U | reserved | TFLOP/s "
+            "| start-up (s) |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for name, row in arms.items():
             if "median" not in row:
-                lines.append(f"| {name} | {row['error']} | | | | | | | | |")
+                lines.append(f"| {name} | {row['error']} |" + " |" * 9)
                 continue
             ratio = [f"{row['median'] / u['median']:.3g}" if "median" in u else "-" for u in (ours, theirs)]
             weights = 4 * config["parameters"]
             peak, least = row["peak_bytes"], ours.get("peak_bytes")
             memory = f"{(peak + weights) / 2**30:.2f}" if peak else "-"
             more = f"{(peak + weights) / (least + weights):.2f}" if peak and least else "-"
+            reserved = f"{row['reserved_bytes'] / 2**30:.1f}" if row["reserved_bytes"] else "-"
             speed = f"{row['flop'] / row['median'] / 1e12:.3g}" if "flop" in row else "-"
             label = name
             if "longest" in row:
@@ -335,17 +391,12 @@ def page(record: dict) -> list[str]:
             lines.append(
                 f"| {label} | {1e3 * row['median']:.2f} | {spread(row['seconds'])} "
                 f"| {1e3 * row['host']:.1f} | {' | '.join(ratio)} "
-                f"| {memory} | {more} | {speed} | {row['start_up']:.1f} |"
+                f"| {memory} | {more} | {reserved} | {speed} | {row['start_up']:.1f} |"
             )
-        if baseline := table.get("baseline"):
-            lines += [""] + [
-                f"{name}: expected {1e3 * b['expected']:.0f} ms within 15 %: "
-                f"{'yes' if b['within_15_percent'] else 'NO'}."
-                for name, b in baseline.items()
-            ]
+        lines += ["", *(f"- {verdict}" for verdict in this.get("verdicts", []))]
         lines += [
             "",
-            f"Self-check of the tangents and their gradients: {table.get('self_check', 'not run')}.",
+            f"Self-check of the tangents and their gradients: {this.get('self_check', 'not run')}.",
             "",
         ]
     return lines
@@ -358,7 +409,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--arms", nargs="*", help="only these")
+    parser.add_argument("--question", choices=QUESTIONS, default="step", help="which arms")
+    parser.add_argument("--arms", nargs="*", help="these arms in place of a question's")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit", type=float, default=540, help="seconds for all arms")
     parser.add_argument("--reserve", type=float, default=20, help="seconds below which no arm is started")
@@ -368,9 +420,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)
-        with torch.device("meta"):
-            parameters = sum(math.prod(p.shape) for p in NCSNpp(PRESETS[args.preset]).parameters())
-        file = RecordFile(args.out, {"preset": args.preset, "parameters": parameters}, device)
+        config = {"preset": args.preset, "parameters": parameters(args.preset)}
+        file = RecordFile(args.out, config, device)
         run(args, file, device)
     write_page(args.page, page(load_record(args.out)))
 

@@ -1,16 +1,19 @@
 """What the benchmarks measure on: images from files, networks from weights."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from curlfree.data.loading import to_unit
 from curlfree.data.packed import open_packed
 from curlfree.nets.ncsnpp import PRESETS, NCSNpp, NCSNppConfig
+
+SHARD = 15 * 2**20
 
 
 def read_images(path: str, split: str, size: int) -> np.ndarray:
@@ -47,9 +50,40 @@ def load_images(
     return to_unit(torch.from_numpy(np.array(images)).to(device))
 
 
+def save_state(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors as files of less than `SHARD` bytes each, where no single one is larger."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        size += tensor.nbytes
+        if size > SHARD and shards[-1]:
+            shards.append({})
+            size = tensor.nbytes
+        shards[-1][name] = tensor.detach().cpu().clone().contiguous()
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for i, shard in enumerate(shards):
+        save_file(shard, part / f"{i:03d}.safetensors")
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+
+
+def load_state(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of all of a folder's."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return {name: t for file in files for name, t in load_file(file, device=str(device)).items()}
+
+
+def weights_of(state: Mapping[str, Tensor], which: str) -> dict[str, Tensor]:
+    """A network's weights: "net" or "average" of a state of finetune.py, or the state if it is plain."""
+    chosen = {n.removeprefix(f"{which}."): t for n, t in state.items() if n.startswith(f"{which}.")}
+    return chosen or dict(state)
+
+
 def load_network(preset: str, weights: Path | None, device: torch.device) -> NCSNpp:
-    """A network of a preset with weights from a safetensors file, or the published initial ones (seed 0)."""
-    net = NCSNpp(PRESETS[preset], seed=0)
+    """A network of a preset: with given weights (averaged ones of a state), or the initial ones (seed 0)."""
+    net = NCSNpp(PRESETS[preset], seed=0).to(device)
     if weights is not None:
-        net.load_state_dict(load_file(weights))
-    return net.to(device)
+        net.load_state_dict(weights_of(load_state(weights, device), "average"))
+    return net

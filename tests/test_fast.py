@@ -225,6 +225,21 @@ def test_compiled_regions_give_the_same_penalty(n: int) -> None:
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in net.parameters() if p.ndim == 4)
 
 
+def test_double_backward_that_nobody_asked_for_is_noted_once_for_each_network() -> None:
+    x, sigma = (torch.randn(3, 2, generator=rng(), dtype=torch.float64), torch.ones(3, dtype=torch.float64))
+    for net in (Linear(), Linear()):
+        with pytest.warns(UserWarning, match="Linear has no method `tangents`.*try form='dual'"):
+            penalty(net, x, sigma)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*has no method `tangents`")
+            penalty(net, x, sigma)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has no method `tangents`")
+        for form in ("dual", "double"):
+            penalty(Linear(), x, sigma, form)
+        penalty(random_net(), *random_batch(extra=0))
+
+
 def test_only_networks_with_regions_are_prepared() -> None:
     with pytest.raises(ValueError, match="expected one in the field, found Linear without"):
         prepare(Linear())

@@ -19,11 +19,13 @@ autocast's half precision; the second may. The value of the surrogate is not the
 one); the scalar returned here has the estimate's value and the surrogate's gradient.
 """
 
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
@@ -81,7 +83,8 @@ def qc_loss(
             the cost falls in proportion.
         estimator: a key of `curlfree.estimators.ESTIMATORS`.
         form: "double" (double backward, any estimator), "dual" (detached dual, "skew" and "paper"), or
-            "auto": "dual" for fields that propagate their own tangents (`directional`), else "double".
+            "auto": "dual" for fields that propagate their own tangents (`directional`), else "double", with
+            a note, once for each network.
         probes: how many estimates are averaged.
         probe: the distribution of the probes.
         generator: the source of the subset and the probes; by default PyTorch's own.
@@ -148,6 +151,8 @@ def estimates(
             f"the detached dual exists for {' and '.join(DUALS)}, got {estimator!r}; use form='double'"
         )
     own = hasattr(field, "tangents") and estimator in DUALS
+    if form == "auto" and not own and estimator in DUALS and isinstance(field, nn.Module):
+        _note_double(field)
     if form == "double" or (form == "auto" and not own):
         return asymmetry(
             field,
@@ -161,6 +166,21 @@ def estimates(
         )
     vs = tuple(probe(x, generator) for _ in range(probes))
     return dual(field, x, sigma, vs, estimator=estimator, condition=condition)
+
+
+_noted: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def _note_double(field: nn.Module) -> None:
+    """Say once for a network that it takes the slow way."""
+    if field not in _noted:
+        _noted.add(field)
+        warnings.warn(
+            f"{type(field).__name__} has no method `tangents`, so its penalty takes double backward, which "
+            "is slow through convolutions on GPUs: try form='dual', compared once by "
+            "curlfree.fast.choose_form; form='double' keeps this way without this note",
+            stacklevel=4,
+        )
 
 
 def check_weight(weight: float | Tensor, x: Tensor) -> Tensor:
