@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -571,3 +572,35 @@ def test_the_log_has_the_losses_and_the_asymmetry_by_level(tmp_path):
         ckpt.load_state(ckpt.checkpoints(tmp_path)[-1]).validation
     )
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+class StubWandb(ModuleType):
+    """What the log uses of Weights & Biases: runs by their id, each a list of what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: dict[str, list[tuple[int, dict]]] = {}
+        self.settings: list[dict] = []
+        self.Image = lambda pixels: pixels
+
+    def init(self, **settings):
+        self.settings.append(settings)
+        rows = self.runs.setdefault(settings["id"], [])
+        return SimpleNamespace(log=lambda row, step: rows.append((step, row)), finish=lambda: None)
+
+
+def test_weights_and_biases_gets_one_run_for_all_starts_with_its_images(tmp_path, packed, monkeypatch):
+    stub = StubWandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    config = with_train(images(packed), wandb=True, images=3, log_every=1, validation_samples=0)
+    for steps in (2, 4):
+        train(with_train(config, steps=steps), tmp_path / "one", device="cpu")
+    train(with_train(config, steps=1, images=0), tmp_path / "other", device="cpu")
+    one, other = stub.runs.values()
+    assert [settings["resume"] for settings in stub.settings] == ["allow"] * 3
+    assert {step for step, row in one if "loss" in row} == {1, 2, 3, 4}
+    assert [step for step, _ in one] == sorted(step for step, _ in one)
+    shown = {step: row["samples"] for step, row in one if "samples" in row}
+    assert shown.keys() == {2, 4} and all(len(samples) == 3 for samples in shown.values())
+    assert shown[4][0].shape == (8, 8, 3) and shown[4][0].dtype.name == "uint8"
+    assert {step for step, _ in other} == {0, 1}

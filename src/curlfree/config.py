@@ -182,7 +182,7 @@ class TrainConfig:
         checkpoint_every: steps between two checkpoints.
         keep: how many of the latest checkpoints to keep, beside the best one.
         validation_samples: held-out samples of the loss that decides which checkpoint is best; 0 for none.
-        images: samples drawn for TensorBoard at each checkpoint; 0 for none.
+        images: samples drawn for TensorBoard and Weights & Biases at each checkpoint; 0 for none.
         tensorboard: write TensorBoard's files.
         wandb: log to Weights & Biases, too.
     """

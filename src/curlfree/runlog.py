@@ -11,15 +11,18 @@ import json
 import math
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor
 
 from curlfree.config import RunConfig, encode
+from curlfree.pieces import write_bytes
 from curlfree.provenance import provenance
 
 Row = dict[str, Any]
@@ -131,9 +134,14 @@ class RunLog:
             self._wandb.log(scalars, step=row["step"])
 
     def images(self, images: Tensor, step: int) -> None:
-        """Show samples (N, C, H, W) in [0, 1] in TensorBoard."""
+        """Show samples (N, C, H, W) in [0, 1] in TensorBoard and in Weights & Biases."""
         if self._board is not None:
             self._board.add_images("samples", images.clamp(0, 1), step)
+        if self._wandb is not None:
+            from wandb import Image
+
+            pixels = (255 * images.clamp(0, 1)).round().to("cpu", torch.uint8).permute(0, 2, 3, 1)
+            self._wandb.log({"samples": [Image(each.squeeze(-1).numpy()) for each in pixels]}, step=step)
 
     def _rate(self) -> float:
         now = time.monotonic()
@@ -192,7 +200,18 @@ def _wandb(out: Path, config: RunConfig) -> Any:
         import wandb
     except ModuleNotFoundError as error:
         raise ValueError("train.wandb: expected the package wandb; pip install 'curlfree[wandb]'") from error
-    return wandb.init(project="curlfree", name=out.name, dir=out, config=encode(config), resume="allow")
+    name = out / "wandb.id"  # of the run there, so that each start goes on with the same one
+    if not name.exists():
+        write_bytes(name, uuid.uuid4().hex.encode())
+    return wandb.init(
+        project="curlfree",
+        id=name.read_text(encoding="utf-8"),
+        name=out.name,
+        dir=out,
+        config=encode(config),
+        resume="allow",
+        allow_val_change=True,  # the number of steps, for instance
+    )
 
 
 Show = Callable[[StepNumbers, bool], None]
