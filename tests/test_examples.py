@@ -2,6 +2,11 @@
 
 import difflib
 import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -46,3 +51,39 @@ def test_the_penalty_is_at_most_three_lines_more(name: str) -> None:
         if line[:2] in ("+ ", "- ") and line[2:].strip()
     ]
     assert 1 <= len(code) <= 3, code
+
+
+def test_the_script_goes_from_the_official_format_to_a_report(tmp_path: Path) -> None:
+    """The whole script on a small set, about 45 s of one core."""
+    files = load("make_cifar_format").write_cifar10(tmp_path, per_batch=10)
+    program, out = tmp_path / "bin" / "curlfree", tmp_path / "out"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m curlfree "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", EXAMPLES / "cifar10_smoke.sh", files, out, "--unverified"],
+        env={**os.environ, "PATH": path, "SMALL": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+    page = (out / "report" / "report.html").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"<tr><td[^>]*>(.*?)</td>(.*?)</tr>", page))
+    expected = {"loss", "nll", "asym", "nasym", "work_nats", "nfe", "fid", "kid", "precision", "recall"}
+    for column, run in enumerate(("u", "qc")):
+        measured = json.loads((out / run / "metrics.json").read_text())
+        assert measured["metrics"].keys() == expected
+        assert measured["model"]["step"] == 2
+        for name, metric in measured["metrics"].items():
+            row = rows["nll, bits/dim" if name == "nll" else name]
+            cell = re.findall(r"<td[^>]*>(.*?)</td>", row)[column]
+            assert cell.startswith(f"{metric['value']:.4g} ± ") and cell.endswith(f" ({metric['n']})")
+        (samples,) = (out / run / "samples").glob("*/samples.json")
+        assert json.loads(samples.read_text())["n"] == 8
+        assert f"Samples of {run}: heun" in page
+    assert page.count(">not run<") == 2 and ">not run<" in rows["inception_score"]
+    assert not re.search(r"https?://|<script|<link", page)
+    assert json.loads((out / "qc" / "config.json").read_text())["init"] == str(out / "u")
+    assert len(json.loads((out / "audit.json").read_text())["levels"]) == 2

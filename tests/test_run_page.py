@@ -206,4 +206,6 @@ def test_folders_of_the_wrong_kinds_are_refused(tmp_path):
         report([run, experiment])
     with pytest.raises(ValueError, match="each run once, found it 2 times"):
         report([run, run / ".." / "run"])
+    with pytest.raises(ValueError, match="expected a folder for the page, found a file"):
+        report([run], run / "config.json")
     assert not list(tmp_path.rglob("report.html"))

@@ -53,6 +53,8 @@ def report(folders: Sequence[Path], out: Path | None = None) -> Path:
         raise ValueError("report: expected the folder of a run or of `curlfree reproduce`, found none")
     runs = [folder for folder in folders if (folder / "config.json").is_file()]
     out = out or folders[0]
+    if out.is_file():
+        raise ValueError(f"{out}: expected a folder for the page, found a file; choose another --out")
     if len(runs) == len(folders):
         return write_page(run_page(runs, out), out, out / FILE_NAME)
     other = next(folder for folder in folders if folder not in runs)
