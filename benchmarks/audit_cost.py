@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--preset", default="ncsnpp-deep", choices=PRESETS)
     parser.add_argument("--checkpoint", type=Path, help="weights, safetensors; initial ones without")
     parser.add_argument("--data", nargs="*", default=[], help="test images (subjects.py); noise without")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=125, help="10,000 images are a multiple of it")
     parser.add_argument("--batches", type=int, default=2, help="per level")
     parser.add_argument("--levels", type=int, default=8)
     parser.add_argument("--images", type=int, default=IMAGES, help="of the whole audit")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import curlfree.build
 from curlfree import cli
 from curlfree.config import load_config, save_config
 from curlfree.presets import PRESETS
@@ -122,6 +123,26 @@ def test_training_again_continues_and_another_configuration_is_refused(capsys, t
     assert code == 0 and out == f"{trained}: trained for 4 steps\n"
     message = refused(capsys, "train", config, "--out", trained, "--optim.lr", 0.5, "--device", "cpu")
     assert "optim.lr: 0.01 != 0.5" in message
+
+
+def test_audits_and_evaluations_compile_the_network_if_asked(capsys, trained, tmp_path, monkeypatch):
+    made, compile_field = [], curlfree.build.compile_field
+
+    def quickly(config, field):
+        made.append(field)
+        compile_field(config, field, backend="eager")
+
+    monkeypatch.setattr("curlfree.build.compile_field", quickly)
+    monkeypatch.setattr("curlfree.measures.compile_field", quickly)
+    tables = [tmp_path / "eager.json", tmp_path / "compiled.json"]
+    for table, options in zip(tables, ([], ["--compile"]), strict=True):
+        words = ("--levels", 2, "--images", 4, "--json", table, "--device", "cpu", *options)
+        assert run(capsys, "audit", trained, *words)[0] == 0
+    eager, compiled = (json.loads(table.read_text())["levels"] for table in tables)
+    assert [row["asym"] for row in compiled] == pytest.approx([row["asym"] for row in eager], rel=1e-3)
+    words = ("--metrics", "asymmetry", "--levels", 2, "--audit-n", 4, "--device", "cpu")
+    assert run(capsys, "evaluate", trained, *words, "--audit-compile")[0] == 0
+    assert len(made) == 2
 
 
 def test_audit_writes_the_table_of_the_contract(capsys, trained, tmp_path):

@@ -208,6 +208,22 @@ def test_penalty_noise_is_quadratic_in_lambda_and_bounds_the_fraction() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_audit_of_a_compiled_network_is_that_of_the_network() -> None:
+    """Up to the rounding of float32: nothing in it runs in half precision."""
+    net, x0 = random_net(LEAST).float(), random_batch(LEAST, 4, extra=0)[0].float()
+    options = {"levels": 2, "nodes": 6, "batch": 2}
+    eager = cf.audit(net, x0, cf.VE(0.1, 1.0), generator=rng(), **options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prepare(net, backend="eager")
+    compiled = cf.audit(net, x0, cf.VE(0.1, 1.0), generator=rng(), **options)
+    # Four regions; with a graph to x, with a tangent, and as they are. Nothing else was compiled.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12
+    for name in ("asym", "nasym", "work_nats", "nasym_denoiser"):
+        assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("n", [2, 1])
 def test_compiled_regions_give_the_same_penalty(n: int) -> None:
     """Of one sample, too: its images have no order in memory that torch.cat could keep."""

@@ -317,6 +317,7 @@ def audit(words: Sequence[str]) -> None:
     import torch
     import tyro
 
+    from curlfree.build import compile_field
     from curlfree.evaluation import EvaluateConfig, Evaluation, open_data
     from curlfree.metrics import audit as measure
     from curlfree.pieces import ALONE, write_json
@@ -342,6 +343,7 @@ def audit(words: Sequence[str]) -> None:
             step: of the checkpoint; the newest by default.
             seed: of images, noise and probes.
             batch: images at a time.
+            compile: compile the network first, an NCSN++ by regions; minutes that pay for large audits.
             device: where to compute.
         """
 
@@ -357,6 +359,7 @@ def audit(words: Sequence[str]) -> None:
         step: int | None = None
         seed: int = 0
         batch: int = 256
+        compile: bool = False
         device: Device = "auto"
 
     options = parse(Audit, words, "audit")
@@ -369,6 +372,8 @@ def audit(words: Sequence[str]) -> None:
         run = load_run(options.run, weights=options.weights, step=options.step, device=team.device)
     data = open_data(run, split=options.split, n=options.images, seed=options.seed)
     model = identity(run)
+    if options.compile:
+        compile_field(run.config, run.field)
     task = Evaluation(run, EvaluateConfig(seed=options.seed), data, model, ALONE, False)
     x0, condition = task.clean(task.chosen(0, options.images))
     table = measure(

@@ -43,6 +43,7 @@ class EvaluateConfig:
         atol: its absolute tolerance.
         audit_n: images or points of the asymmetry.
         audit_probes: its probes per image and level.
+        audit_compile: compile the network for it, an NCSN++ by regions; minutes that pay for large audits.
         tolerances: of the ODE whose evaluations are counted, both relative and absolute.
         nfe_n: samples for which they are counted.
         samples: the samples that are compared with the data.
@@ -67,6 +68,7 @@ class EvaluateConfig:
     atol: float = 1e-5
     audit_n: int = 64
     audit_probes: int = 1
+    audit_compile: bool = False
     tolerances: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e-5)
     nfe_n: int = 16
     samples: SampleConfig = field(default_factory=SampleConfig)

@@ -9,6 +9,7 @@ Standard errors are over images or points: an image's levels and probes are aver
 the audit over levels, which share their images, have an upper bound instead: the mean of the levels' errors.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from curlfree.build import compile_field
 from curlfree.evaluation import (
     EvaluateConfig,
     Evaluation,
@@ -172,11 +174,15 @@ def asymmetry(task: Evaluation) -> Summary:
     """Asym, NAsym and the loop work by noise level (Eqs. A7, A8)."""
     config, sigmas = task.config, task.run.process.levels(task.config.levels)
     n = min(config.audit_n, task.data.count)
+    field = task.run.field
+    if config.audit_compile:  # a copy, because other metrics have batches of many sizes
+        field = copy.deepcopy(field)
+        compile_field(task.run.config, field)
 
     def level(i: int) -> Tensors:
         x0, condition = task.clean(task.chosen(0, n))
         (row,) = audit(
-            task.run.field,
+            field,
             x0,
             task.run.process,
             levels=sigmas[i : i + 1],
@@ -194,7 +200,7 @@ def asymmetry(task: Evaluation) -> Summary:
         "probes": config.audit_probes,
         "batch": config.batch,
         "seed": config.seed,
-    }
+    } | ({"compile": True} if config.audit_compile else {})
     found = task.pieces("asymmetry", level, [settings] * len(sigmas))
 
     def mean(name: str, what: str) -> Metric:

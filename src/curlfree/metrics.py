@@ -28,7 +28,7 @@ from torch import Tensor
 from curlfree.checks import check_batch
 from curlfree.estimators import Probe, check_estimator, circle_work, gaussian, rademacher, ratio
 from curlfree.fieldcheck import check_field, evaluated
-from curlfree.operators import Condition, Field, Operator, jacobian, per_sample
+from curlfree.operators import Condition, Field, Operator, jacobian, per_sample, second_order
 from curlfree.penalty import restrict
 from curlfree.processes import Process
 
@@ -166,7 +166,8 @@ def audit(
     with evaluated(field):
         few = torch.arange(2, device=x0.device)
         for sigma in (sigmas.max(), sigmas.min()):
-            check_field(field, x0[:2], sigma.to(x0).expand(2), condition=restrict(condition, few, rows))
+            with second_order():  # eagerly: two samples are not worth compiling for
+                check_field(field, x0[:2], sigma.to(x0).expand(2), condition=restrict(condition, few, rows))
         table = []
         for sigma in sigmas:
             parts = []
