@@ -13,7 +13,7 @@ error:
 and the gradient of an energy's score matching (`curlfree.fast.energy_dsm`), of the authors' energy (h^2) and
 of the well-scaled one (denoiser), with the one in float32:
 
-    C h^2, C denoiser                     first pass in TF32, parameter pass in bfloat16 autocast
+    C h^2, C denoiser                     both passes in TF32, also where training is in bfloat16
     C h^2 compiled, C denoiser compiled   the same with the compiled regions of training
 
     python benchmarks/precision.py --checkpoint model.safetensors --preset ncsnpp-small \

@@ -390,15 +390,14 @@ def test_gradients_in_autocast() -> None:
 
 
 @pytest.mark.parametrize("energy", [cf.ScoreNormEnergy, lambda net: cf.DenoiserEnergy(ScoreDenoiser(net))])
-def test_an_energys_score_is_never_taken_in_half_precision(energy: Callable) -> None:
-    """At large sigma the authors' energy would have a gradient of cosine 0.98."""
-    net, (x0, _, z) = random_net().float(), [t.float() for t in random_batch(extra=1)]
-    E, sigma = energy(net), torch.full((2,), 50.0)
+def test_an_energy_never_learns_in_half_precision(energy: Callable) -> None:
+    """At sigma = 50 a network in its first steps had a gradient of cosine 0.8 with the right one."""
+    net, (x0, sigma, z) = random_net().float(), [t.float() for t in random_batch(extra=1)]
+    E = energy(net)
     plain = flat_gradient(energy_dsm(E, x0, sigma, z).sum(), net)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = flat_gradient(energy_dsm(E, x0, sigma, z).sum(), net)
-    assert torch.nn.functional.cosine_similarity(plain, mixed, dim=0) > 0.99
-    assert not torch.equal(plain, mixed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = energy_dsm(E, x0, sigma, z).sum()
+    assert torch.equal(plain, flat_gradient(loss, net))
 
 
 @pytest.mark.parametrize("energy", [cf.ScoreNormEnergy, lambda net: cf.DenoiserEnergy(ScoreDenoiser(net))])

@@ -256,8 +256,9 @@ def energy_dsm(
 
     With r = s + z/sigma held fixed, the gradient of ``1/2 ||s + z/sigma||^2`` is that of ``<r, s>``, which is
     minus the energy's derivative along r: forward mode, as in the penalty's detached dual. That is 8 forward
-    passes in place of the 6 of double backward, but compiled ones. The score, to which r owes its size at
-    large sigma, is never taken in autocast's half precision; the pass for the gradient may be.
+    passes in place of the 6 of double backward, but compiled ones. Neither pass runs in autocast's half
+    precision: at large sigma r is nearly parallel to x, a direction in which normalising layers change
+    nothing, and the derivative along it a small difference of large terms.
 
     Args:
         energy: an energy with a method ``tangents(x, sigma, vs, **condition) -> (E, (dE/dv, ...))``.
@@ -272,7 +273,8 @@ def energy_dsm(
     level = per_sample(sigma, x0)
     x = (x0 + level * z).detach()
     arguments, replay = same_choices(energy, x, condition)
-    with torch.enable_grad(), frozen(energy), torch.autocast(x.device.type, enabled=False):
+    precise = torch.autocast(x.device.type, enabled=False)
+    with torch.enable_grad(), frozen(energy), precise:
         point = x.requires_grad_()
         s = -gradient(
             energy(point, sigma, **arguments).sum(),
@@ -281,7 +283,7 @@ def energy_dsm(
             create_graph=False,
         )
     r = s + z / level
-    with replay:
+    with replay, precise:
         _, (slope,) = energy.tangents(point.detach(), sigma, (r,), **arguments)
     return 0.5 * inner(r, r) - (slope - slope.detach())
 
