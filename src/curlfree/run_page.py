@@ -209,7 +209,7 @@ def _provenance(runs: Runs) -> Table:
     for key in keys:
         values = [entries.get(key) for entries in latest]
         if any(value is not None for value in values):
-            rows.append([key.rpartition(".")[2], *map(_setting, values)])
+            rows.append([key.removeprefix("versions.").removeprefix("hardware."), *map(_setting, values)])
     rows.append(["starts", *(len(run.log.starts) for run in runs)])
     note = "Software and hardware of each run's latest start."
     return Table("Provenance", ["", *(run.name for run in runs)], rows, note)
