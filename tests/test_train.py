@@ -574,6 +574,15 @@ def test_the_log_has_the_losses_and_the_asymmetry_by_level(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize("estimator", ["est", "paper"])
+def test_a_negative_estimate_has_no_root_and_does_not_end_the_run(tmp_path, estimator):
+    objective = replace(QC, estimator=estimator, form="double", fraction=1.0)
+    config = with_train(replace(TOY, objective=objective), steps=12, log_every=1, checkpoint_every=12)
+    assert train(config, tmp_path, device="cpu") == 12
+    found = {level["asymmetry_nats"] for row in log_of(tmp_path)[:-1] for level in row["levels"]}
+    assert None in found and all(value >= 0 for value in found - {None})
+
+
 class StubWandb(ModuleType):
     """What the log uses of Weights & Biases: runs by their id, each a list of what was logged."""
 

@@ -2,9 +2,10 @@
 
 Only rank 0 has a log. A line of `log.jsonl` holds the means over the steps since the line before; "levels"
 lists the same by noise level, with the penalised samples' rms asymmetry in nats, ``2 pi sigma^2 ||K||_F``
-(the work around a circle of noise, see `curlfree.loop_work`). Each start adds a line with its "provenance":
-software, commit, hardware, and the other run's weights that the run began with. When a run is resumed the
-log is cut back to the step of the checkpoint, so that every step is in it once.
+(the work around a circle of noise, see `curlfree.loop_work`), null where the mean of a square is negative, as
+some estimators' may be. Each start adds a line with its "provenance": software, commit, hardware, and the
+other run's weights that the run began with. When a run is resumed the log is cut back to the step of the
+checkpoint, so that every step is in it once.
 """
 
 import json
@@ -170,12 +171,13 @@ def _mean(steps: list[StepNumbers]) -> Row:
     levels = []
     for parts in zip(*(item.levels for item in steps), strict=True):
         samples, penalised = (sum(getattr(p, name) for p in parts) for name in ("samples", "penalised"))
-        sm, nats2 = sum(p.score_matching for p in parts), sum(p.nats2 for p in parts)
+        sm = sum(p.score_matching for p in parts)
+        nats2 = sum(p.nats2 for p in parts) / penalised if penalised else None
         levels.append(
             {
                 "sigma": parts[0].sigma,
                 "score_matching": sm / samples if samples else None,
-                "asymmetry_nats": math.sqrt(nats2 / penalised) if penalised else None,
+                "asymmetry_nats": None if nats2 is None or nats2 < 0 else math.sqrt(nats2),
             }
         )
     return {
