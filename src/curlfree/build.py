@@ -132,7 +132,7 @@ def score_matching(config: RunConfig, field: nn.Module) -> Callable[..., Tensor]
 def _residual_loss(
     field: nn.Module, x0: Tensor, sigma: Tensor, z: Tensor, condition: dict[str, Any]
 ) -> Tensor:
-    """``1/2 ||sigma s(x, sigma) + z||^2`` (Eqs. 5, A4)."""
+    """``1/2 ||sigma s(x, sigma) + z||^2``, which is `curlfree.dsm` with the weight sigma^2."""
     level = per_sample(sigma, x0)
     residual = level * field(x0 + level * z, sigma, **condition).to(x0.dtype) + z
     return 0.5 * inner(residual, residual)
