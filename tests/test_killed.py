@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from curlfree import checkpoint as ckpt
@@ -43,13 +42,16 @@ def assert_same_end(one: Path, other: Path) -> None:
         assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
-def killed_at_random(config: RunConfig, out: Path, kills: int, rng: random.Random) -> None:
-    """Run until the end, killed that many times, each time at a random moment after a random step."""
+def killed_at_random(config: RunConfig, out: Path, kills: int, delay: float, rng: random.Random) -> None:
+    """Run until the end, killed that many times, each time at a random moment after a random step.
+
+    The delay in seconds is about that of a start and a few steps.
+    """
     last = config.train.steps
     for target in sorted(rng.randint(0, int(0.8 * last)) for _ in range(kills)):
         run = Forked(run_on_cpu, config, out)
         wait_until(lambda target=target: newest_step(out) >= target, run)
-        time.sleep(rng.uniform(0, 0.04))
+        time.sleep(rng.uniform(0, delay))
         run.kill()
         run.join()
         assert run.exitcode == -signal.SIGKILL
@@ -62,7 +64,7 @@ def test_killed_at_20_random_moments_a_run_ends_with_the_same_bits(tmp_path):
     toy = replace(TOY, objective=replace(QC, every=2))
     config = with_train(toy, steps=100, checkpoint_every=2, log_every=5, validation_samples=0)
     train(config, tmp_path / "whole", device="cpu")
-    killed_at_random(config, tmp_path / "killed", 20, random.Random(1))
+    killed_at_random(config, tmp_path / "killed", 20, 0.04, random.Random(1))
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
     whole, killed = (
         [line.split(",")[0] for line in path.read_text().splitlines() if "provenance" not in line]
@@ -71,13 +73,12 @@ def test_killed_at_20_random_moments_a_run_ends_with_the_same_bits(tmp_path):
     assert whole == killed
 
 
-@pytest.mark.slow
 def test_killed_at_20_random_moments_an_image_run_with_dropout_ends_with_the_same_bits(tmp_path):
     config = with_train(
-        images(pack(tmp_path), dropout=0.3), steps=60, checkpoint_every=2, validation_samples=0, accumulate=2
+        images(pack(tmp_path), dropout=0.3), steps=40, checkpoint_every=2, validation_samples=0
     )
     train(config, tmp_path / "whole", device="cpu")
-    killed_at_random(config, tmp_path / "killed", 20, random.Random(2))
+    killed_at_random(config, tmp_path / "killed", 20, 0.4, random.Random(2))
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -145,15 +146,14 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_the_run_goes_on(tmp_path):
     assert train(with_train(config, steps=stopped + 2), run, device="cpu") == stopped + 2
 
 
-@pytest.mark.slow
 def test_a_worker_killed_under_torchrun_is_restarted_and_the_run_finishes(tmp_path):
     """Two workers end, up to rounding, where one process does."""
     toy = with_train(replace(TOY, objective=QC), precision="float64", validation_samples=0)
-    config = with_train(toy, steps=400, checkpoint_every=10)
+    config = with_train(toy, steps=80, checkpoint_every=5, batch_size=4096)
     train(config, tmp_path / "alone", device="cpu")
     agent = subprocess.Popen([sys.executable, *LAUNCHER, "--max-restarts=3", *command(config, tmp_path)])
     run = tmp_path / "run"
-    for rank, target in ((1, 20), (0, 100)):
+    for rank, target in ((1, 10), (0, 30)):
         wait_until(lambda target=target: newest_step(run) >= target, agent)
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         workers = [
@@ -163,6 +163,6 @@ def test_a_worker_killed_under_torchrun_is_restarted_and_the_run_finishes(tmp_pa
         ]
         os.kill(workers[0], signal.SIGKILL)
     assert agent.wait(PATIENCE) == 0
-    a, b = (ckpt.load(ckpt.path_of(folder, 400)) for folder in (tmp_path / "alone", run))
+    a, b = (ckpt.load(ckpt.path_of(folder, 80)) for folder in (tmp_path / "alone", run))
     for name, tensor in a.ema.items():
         torch.testing.assert_close(b.ema[name], tensor, rtol=1e-6, atol=1e-8)
