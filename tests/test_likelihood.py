@@ -173,6 +173,15 @@ def test_nll_of_the_exact_score_is_the_entropy(data: Distribution) -> None:
     assert found.solver_error < 1e-2
 
 
+def test_the_solver_error_is_the_change_at_a_tenth_of_the_tolerances() -> None:
+    data, process = CorrelatedGaussian(6), VE(0.1, 3.0)
+    x = data.sample(10, 0.1)
+    found = nll(data.score, x, process, rtol=1e-2, atol=1e-2, solver_check=4)
+    loose, tight = (log_prob(data.score, x[:4], process, rtol=t, atol=t).value for t in (1e-2, 1e-3))
+    assert found.solver_error == pytest.approx(float((tight - loose).mean().abs()), rel=1e-12)
+    assert found.solver_error > 0
+
+
 def test_error_bars_are_those_of_repeated_experiments() -> None:
     data, process = CorrelatedGaussian(6), VE(0.1, 3.0)
     x = data.sample(10, 0.1)

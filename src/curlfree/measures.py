@@ -10,7 +10,6 @@ the audit over levels, which share their images, have an upper bound instead: th
 """
 
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from curlfree.evaluation import (
     open_data,
 )
 from curlfree.features import FeatureNetwork, extract, fid, inception_score, kid, load_network
-from curlfree.likelihood import bits_per_dim, dequantise, log_prob
+from curlfree.likelihood import TIGHTER, dequantise, log_prob, summarise
 from curlfree.metrics import Estimate, audit, mean_estimate
 from curlfree.neighbours import precision_recall
 from curlfree.objectives import dsm, esm
@@ -40,10 +39,7 @@ from curlfree.sample import SampleConfig, Samples, draw, home, sample
 from curlfree.seeds import stream
 
 Summary = Callable[[], dict[str, Metric]]
-# The solver's error of a likelihood: the change at these tolerances, relative to the others, on so many rows.
-# A tenth shows nine tenths of an error proportional to the tolerance; a hundredth of 1e-5 would ask RK45 to
-# resolve the rounding of a float32 network.
-_TIGHTER, _CHECKED = 0.1, 8
+_CHECKED = 8  # rows of a likelihood's data on which the solver's error is measured
 
 
 def score_matching_loss(task: Evaluation) -> Summary:
@@ -132,39 +128,38 @@ def likelihood(task: Evaluation) -> Summary:
     checked = min(_CHECKED, task.n)
 
     def change(i: int) -> Tensors:
-        loose, tight = (batch(task.chosen(0, checked), i, t)["draws"] for t in (1.0, _TIGHTER))
+        loose, tight = (batch(task.chosen(0, checked), i, t)["draws"] for t in (1.0, TIGHTER))
         return {"change": (tight - loose).mean(1)}
 
     about = {"data": task.data.name, "seed": config.seed, "checked": checked, **settings}
     (solver,) = task.pieces("nll-solver", change, [about])
 
     def summary() -> dict[str, Metric]:
-        draws = torch.cat([p["draws"] for p in found])
-        dim = task.clean(task.chosen(0, 1))[0].numel()
-        scale = 1.0 if distribution else 1 / (dim * math.log(2))
-        values = -draws.mean(1) if distribution else bits_per_dim(draws.mean(1), dim)
-        noise = float((draws.var(1).mean() / draws.numel()).sqrt()) if draws.shape[1] > 1 else math.nan
-        evaluations = torch.cat([p["evaluations"] for p in found]).double()
+        draws, each = (torch.cat([p[name] for p in found]) for name in ("draws", "evaluations"))
+        nll = summarise(draws, each, probes=probes, change=solver["change"])
+        if not distribution:
+            nll = nll.bits_per_dim(task.clean(task.chosen(0, 1))[0].numel())
         metric = {
-            **entry(mean_estimate(values), len(values), ""),
-            "unit": "nats" if distribution else "bits/dim",
-            "probe_se": 0.0 if probes is None else finite(scale * noise),
-            "solver_error": scale * float(solver["change"].mean().abs()),
-            "nfe": float(evaluations.mean()),
+            **entry(Estimate(nll.value, nll.se), nll.n, ""),
+            "unit": nll.unit,
+            "probe_se": finite(nll.probe_se),
+            "solver_error": nll.solver_error,
+            "nfe": nll.nfe,
         }
         trace = "exact divergence" if probes is None else f"{probes} Hutchinson probes per image"
         at = f"noise of sigma_min = {sigma_min:g}" if distribution else "uniform dequantisation, (x + u)/256"
         metric["how"] = (
             f"-log p by the probability-flow ODE, {trace}, RK45 at rtol {config.rtol:g}, "
             f"atol {config.atol:g}, on {task.about} with {at}; se is over data and contains probe_se, the "
-            f"probes' own; solver_error is the change at {_TIGHTER:g} times the tolerances on {checked}"
+            f"probes' own; solver_error is the change at {TIGHTER:g} times the tolerances on {checked}"
         )
         if distribution:
             exact = -torch.cat([p["exact"] for p in found])
             metric["exact"] = entry(
                 mean_estimate(exact), len(exact), "-log p of the true density, same points"
             )
-            metric["excess"] = entry(mean_estimate(values - exact), len(exact), "paired difference to it")
+            excess = mean_estimate(-draws.mean(1) - exact)
+            metric["excess"] = entry(excess, len(exact), "paired difference to it")
         return {"nll": metric}
 
     return summary
