@@ -1,9 +1,15 @@
 """The page of the documentation about an experiment, from the record that `curlfree reproduce` wrote.
 
 python benchmarks/results.py benchmarks/records/toy2d --page docs/results/toy2d.md
+
+Several records make one page with a title of its own:
+
+python benchmarks/results.py benchmarks/records/gaussian/corrected benchmarks/records/autoencoder/corrected \
+    --title "The Gaussian example and the autoencoder" --page docs/results/analytic.md
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from curlfree.experiments.records import Cell, Record, Table
@@ -46,13 +52,26 @@ def page(record: Record, source: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def joint_page(title: str, records: dict[str, Record]) -> str:
+    """One page from several records and their folders, its headings a level lower."""
+    parts = [
+        re.sub(r"^#", "##", page(record, source), flags=re.MULTILINE) for source, record in records.items()
+    ]
+    return "\n".join([f"# {title}\n", *parts])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of the record, relative to the repository")
+    parser.add_argument("folder", type=Path, nargs="+", help="of a record, relative to the repository")
+    parser.add_argument("--title", help="of a page of several records")
     parser.add_argument("--page", type=Path, required=True, help="the file to write")
     args = parser.parse_args()
+    if (args.title is None) != (len(args.folder) == 1):
+        parser.error(f"--title is for several records, found {len(args.folder)}")
+    records = {folder.as_posix(): Record.load(folder) for folder in args.folder}
+    text = joint_page(args.title, records) if args.title else page(*next((r, s) for s, r in records.items()))
     args.page.parent.mkdir(parents=True, exist_ok=True)
-    args.page.write_text(page(Record.load(args.folder), args.folder.as_posix()), encoding="utf-8")
+    args.page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
