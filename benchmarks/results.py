@@ -66,8 +66,8 @@ def main() -> None:
     parser.add_argument("--title", help="of a page of several records")
     parser.add_argument("--page", type=Path, required=True, help="the file to write")
     args = parser.parse_args()
-    if (args.title is None) != (len(args.folder) == 1):
-        parser.error(f"--title is for several records, found {len(args.folder)}")
+    if args.title is None and len(args.folder) > 1:
+        parser.error(f"expected --title for a page of {len(args.folder)} records")
     records = {folder.as_posix(): Record.load(folder) for folder in args.folder}
     text = joint_page(args.title, records) if args.title else page(*next((r, s) for s, r in records.items()))
     args.page.parent.mkdir(parents=True, exist_ok=True)
