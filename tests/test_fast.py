@@ -400,6 +400,19 @@ def test_an_energy_never_learns_in_half_precision(energy: Callable) -> None:
     assert torch.equal(plain, flat_gradient(loss, net))
 
 
+def test_nothing_is_replayed_if_masks_are_given(monkeypatch) -> None:
+    """A CUDA graph that is being recorded has no random state that could be read or set."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("curlfree.operators.Replay.__init__", refuse)
+    net, (x0, sigma, z) = random_net().train(), random_batch()
+    condition = {"masks": net.draw_masks(2, rng())}
+    assert energy_dsm(cf.ScoreNormEnergy(net), x0, sigma, z, condition=condition).isfinite().all()
+    assert penalty(net, x0, sigma, condition=condition).isfinite()
+
+
 @pytest.mark.parametrize("energy", [cf.ScoreNormEnergy, lambda net: cf.DenoiserEnergy(ScoreDenoiser(net))])
 @pytest.mark.parametrize("replayed", [False, True])
 def test_energies_learn_by_one_ordinary_backward(energy: Callable, replayed: bool) -> None:

@@ -275,13 +275,16 @@ def same_choices(
     """What makes all evaluations at x draw the same random numbers: the field's arguments, and a context.
 
     The first evaluation is outside of the context, all others inside. A field with a method ``draw_masks(B)``
-    and an argument `masks` draws its dropout masks here; for any other PyTorch's random state is replayed.
+    and an argument `masks` draws its dropout masks here, if none are given; for any other PyTorch's random
+    state is replayed.
     """
     arguments = ordinary(condition)
+    if arguments.get("masks") is not None:  # of a field, or of the network inside an energy
+        return arguments, nullcontext()
     draw_masks = getattr(field, "draw_masks", None)
     if draw_masks is None:
         return arguments, Replay(x.device)
-    if getattr(field, "training", True) and arguments.get("masks") is None:
+    if getattr(field, "training", True):
         arguments["masks"] = draw_masks(len(x))
     return arguments, nullcontext()
 

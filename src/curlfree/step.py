@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from curlfree.build import classes, event_shape, score_matching
 from curlfree.config import PackedData, RunConfig
-from curlfree.data.loading import Batch
+from curlfree.data.loading import Batch, sent
 from curlfree.estimators import rademacher
 from curlfree.fast import Gradient, choose_form
 from curlfree.objectives import sigma2, sigma4
@@ -229,11 +229,6 @@ def draw_probes(config: RunConfig, step: int, count: int, like: Tensor) -> Tenso
     generator = stream(config.seed, "probe", step, device=like.device)
     shape = (PROBES * config.objective.probes, count, *like.shape[1:])
     return rademacher(like.new_empty(()).expand(shape), generator)
-
-
-def sent(indices: Tensor, device: torch.device) -> Tensor:
-    """Indices on the device, without waiting for what it is doing."""
-    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices
 
 
 def exchange(field: nn.Module, workers: Workers) -> None:

@@ -132,16 +132,21 @@ class Batches:
         """Images as uint8 (on the device if resident, else in pinned memory), their rows and their flips."""
         rows, flips = self.rows(step)[self.mine], self.flips(step)[self.mine]
         if self.whole is not None:
-            return self.whole[rows.to(self.device)], rows, flips
+            return self.whole[sent(rows, self.device)], rows, flips
         images = torch.from_numpy(self.images[rows.numpy()])
         return images.pin_memory() if self.device.type == "cuda" else images, rows, flips
 
     def _finish(self, images: Tensor, rows: Tensor, flips: Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True)
         if self.flip:
-            mirrored = flips.to(self.device, non_blocking=True)[:, None, None, None]
+            mirrored = sent(flips, self.device)[:, None, None, None]
             images = torch.where(mirrored, images.flip(2), images)
-        return Batch(to_unit(images), self.labels[rows].to(self.device), rows)
+        return Batch(to_unit(images), sent(self.labels[rows], self.device), rows)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor from the host on the device, without waiting for what that is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _order(seed: int, n: int, epoch: int) -> Tensor:
