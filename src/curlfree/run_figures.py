@@ -291,7 +291,8 @@ def _picture(run: str, folder: Path, about: Row, x: np.ndarray[Any, Any], out: P
             with Image.open(folder / "grid.png") as image:
                 return figures.picture(np.asarray(image), title)
         made, (ax,) = figures.panels(1, 1, width=3.6, height=3.7)
-        ax.scatter(x[:, 0], x[:, 1], s=2, color=theme.color(0), lw=0, alpha=0.6, rasterized=True)
+        size = min(12.0, max(2.0, 3000 / len(x)))  # few points would hardly be seen
+        ax.scatter(x[:, 0], x[:, 1], s=size, color=theme.color(0), lw=0, alpha=0.8, rasterized=True)
         figures.plane(ax, 1.05 * float(np.abs(x).max()), title)
         return made
 
