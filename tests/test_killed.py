@@ -115,9 +115,16 @@ def test_sigterm_exits_0_and_says_how_to_continue(tmp_path):
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+def worker(agent: subprocess.Popen, rank: int) -> int:
+    """The process of one of torchrun's workers."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    environments = {int(pid): "\0" + Path(f"/proc/{pid}/environ").read_text() for pid in children}
+    return next(pid for pid, environment in environments.items() if f"\0RANK={rank}\0" in environment)
+
+
 def test_sigterm_to_all_of_torchrun_saves_once_and_the_run_goes_on(tmp_path):
-    """The workers get it twice, from the group and from their agent; then two without an agent go on."""
-    long = {"steps": 10**6, "batch_size": 2**16}  # a step takes longer than passing on a signal
+    """The workers get it from the group, from their agent and once more; then two without an agent go on."""
+    long = {"steps": 10**6, "batch_size": 2**17}  # a step takes longer than passing on a signal
     config = with_train(replace(TOY, objective=QC), checkpoint_every=2, validation_samples=0, **long)
     run = tmp_path / "run"
     agent = subprocess.Popen(
@@ -128,7 +135,12 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_the_run_goes_on(tmp_path):
         start_new_session=True,
     )
     wait_until(lambda: newest_step(run) >= 2, agent)
+    writer, before = worker(agent, 0), newest_step(run)
     os.killpg(agent.pid, signal.SIGTERM)
+    for _ in range(3):
+        time.sleep(0.01)
+        if newest_step(run) == before:
+            os.kill(writer, signal.SIGTERM)
     said, _ = agent.communicate(timeout=PATIENCE)
     step = newest_step(run)
     assert said.startswith(f"stopped at step {step};")
@@ -155,13 +167,7 @@ def test_a_worker_killed_under_torchrun_is_restarted_and_the_run_finishes(tmp_pa
     run = tmp_path / "run"
     for rank, target in ((1, 10), (0, 30)):
         wait_until(lambda target=target: newest_step(run) >= target, agent)
-        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        workers = [
-            int(pid)
-            for pid in children
-            if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text()
-        ]
-        os.kill(workers[0], signal.SIGKILL)
+        os.kill(worker(agent, rank), signal.SIGKILL)
     assert agent.wait(PATIENCE) == 0
     a, b = (ckpt.load(ckpt.path_of(folder, 80)) for folder in (tmp_path / "alone", run))
     for name, tensor in a.ema.items():
