@@ -178,21 +178,25 @@ def main_into(words: list[str], said: Path) -> None:
 
 
 def test_what_one_worker_refuses_all_refuse_and_it_is_said_once(tmp_path, packed):
-    """First rank 0 alone: another learning rate. Then rank 1 alone: its copy of the data is missing."""
+    """Rank 0 alone: another learning rate. Rank 1 alone: no copy of the data; other weights to begin with."""
     config = replace(images(packed), train=replace(TOY.train, steps=1, batch_size=4, validation_samples=0))
-    run, said = tmp_path / "run", tmp_path / "said"
-    train(config, run, device="cpu")
-    faster, moved = tmp_path / "faster.json", tmp_path / "moved.json"
-    save_config(replace(config, optim=replace(config.optim, lr=0.02)), faster)
-    save_config(replace(config, data=replace(config.data, path=str(tmp_path / "gone.pack"))), moved)
-    for files, expected in (
-        ((faster, faster), r"holds a run with another configuration \(optim\.lr: 0\.01 != 0\.02\)"),
-        ((run / "config.json", moved), r"gone\.pack"),
+    u, qc, said = tmp_path / "u", tmp_path / "qc", tmp_path / "said"
+    train(config, u, device="cpu")
+    train(replace(config, seed=4), tmp_path / "u, too", device="cpu")
+    faster = replace(config, optim=replace(config.optim, lr=0.02))
+    moved = replace(config, data=replace(config.data, path=str(tmp_path / "gone.pack")))
+    second = replace(config, init=str(u))
+    for out, configs, expected in (
+        (u, (faster, faster), r"holds a run with another configuration \(optim\.lr: 0\.01 != 0\.02\)"),
+        (u, (config, moved), r"gone\.pack"),
+        (qc, (second, replace(second, init=str(tmp_path / "u, too"))), "worker 1 begins with other weights"),
     ):
-        pair = [
-            Forked(main_into, ["train", str(file), "--out", str(run), "--device=cpu"], said, place=place)
-            for file, place in zip(files, places(), strict=True)
-        ]
+        pair = []
+        for each, place in zip(configs, places(), strict=True):
+            file = tmp_path / f"{place['RANK']}.json"
+            save_config(each, file)
+            words = ["train", str(file), f"--out={out}", "--device=cpu"]
+            pair.append(Forked(main_into, words, said, place=place))
         for process in pair:
             process.join(120)
         assert [process.exitcode for process in pair] == [2, 2]

@@ -37,6 +37,7 @@ from curlfree.config import FREE, RunConfig, differences, load_config, save_conf
 from curlfree.ema import Ema
 from curlfree.estimators import loop_work
 from curlfree.operators import inner, per_sample
+from curlfree.pieces import digest
 from curlfree.processes import Process
 from curlfree.runlog import RunLog
 from curlfree.samplers import heun
@@ -214,7 +215,26 @@ def restore(
         ema = Ema(field, config.optim.ema)
         if average is not None:
             ema.load(average)
+    check_same_weights(field, workers)
     return max(step, 0), ema, optimizer
+
+
+def check_same_weights(field: nn.Module, workers: Workers) -> None:
+    """Refuse workers whose weights are not the same: they would stay apart, as only gradients are exchanged.
+
+    Raises:
+        ValueError: those of this or of another worker are not rank 0's.
+    """
+    if workers.world == 1:
+        return
+    own = int(digest(dict(field.named_parameters()))[:15], 16)
+    common = workers.agree(own)
+    with workers.together():
+        if own != common:
+            raise ValueError(
+                f"worker {workers.rank} begins with other weights than worker 0; expected the same "
+                "checkpoints, the same --init and the same packages on all machines"
+            )
 
 
 def adam_state(
