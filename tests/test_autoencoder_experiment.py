@@ -199,6 +199,8 @@ def test_sentences_about_the_kinds_of_conservative_runs_follow_the_values(values
     now = {"loss": zero, "sym": zero, "difference": apart}
     parallel = text_of(ended(values, [a.PARALLEL] * 3, **now))
     assert "3 of 3 seeds end as Fig. 3 shows" in parallel
+    assert "both are rounding" in parallel
+    assert "both are rounding" not in text_of(values)
     assert "One number per unit gives 3 of the 3 by construction" in parallel
     mixed = text_of(ended(values, [a.PARALLEL, a.MERGED, a.OTHERWISE], **now, joint_angle=[90.0, 0.01, 90.0]))
     assert "One number per unit gives 2 of the 3 by construction" in mixed
