@@ -227,7 +227,7 @@ def test_an_audit_of_a_compiled_network_is_that_of_the_network() -> None:
 @pytest.mark.parametrize("n", [2, 1])
 def test_compiled_regions_give_the_same_penalty(n: int) -> None:
     """Of one sample, too: its images have no order in memory that torch.cat could keep."""
-    config = replace(LEAST, size=8)
+    config = replace(LEAST, size=8, channels=3)
     net, (x, sigma) = random_net(config).train(), random_batch(config, n, extra=0)
     masks = net.draw_masks(n, rng())
     eager = flat_gradient(penalty(net, x, sigma, condition={"masks": masks}), net)

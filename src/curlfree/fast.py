@@ -241,7 +241,8 @@ class Gradient:
                 p.grad = torch.zeros_like(p)
             sums.append(p.grad)
             terms.append(g)
-        torch._foreach_add_(sums, terms)
+        if sums:
+            torch._foreach_add_(sums, terms)
 
 
 def _like(p: Tensor, g: Tensor) -> Tensor:
