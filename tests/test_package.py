@@ -21,7 +21,7 @@ OPTIONAL = ("scipy", "matplotlib", "tyro", "rich", "torchdiffeq", "torchmetrics"
 # Bottom to top: a module of a layer may import those below it, and nothing else of the package.
 LAYERS = ("checks", "mended", "operators", "estimators", "penalty", "objectives")
 LEAVES = {
-    "processes": set(),
+    "processes": {"checks"},
     "seeds": set(),
     "noise": set(),
     "nets": {"nets", "operators", "checks"},
