@@ -1,4 +1,4 @@
-r"""What a configuration describes, made: fields, processes, data.
+r"""What a configuration describes, made: fields, processes, samplers, data.
 
 These functions are the only places where a kind in a configuration decides what is made.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curlfree.config import PackedData, RunConfig, ToyData
+from curlfree.config import PackedData, RunConfig, SampleConfig, ToyData
 from curlfree.data.loading import Batch, Batches, to_unit
 from curlfree.data.packed import open_packed
 from curlfree.distributions import Checkerboard, Distribution, Spirals, eight_gaussians
@@ -28,9 +28,19 @@ from curlfree.fields import (
 )
 from curlfree.nets.mlp import FilmMLP, FilmMLPConfig, PaperMLP, PaperMLPConfig
 from curlfree.nets.ncsnpp import NCSNpp, NCSNppConfig
+from curlfree.noise import Noise
 from curlfree.objectives import sigma2
+from curlfree.ode import rk45, rk45_per_sample
 from curlfree.operators import inner, per_sample
 from curlfree.processes import Process
+from curlfree.samplers import (
+    Solution,
+    euler,
+    heun,
+    predictor_corrector,
+    probability_flow,
+    reverse_sde,
+)
 from curlfree.seeds import shard, stream, stream_seed
 
 DISTRIBUTIONS: dict[str, Callable[[], Distribution]] = {
@@ -150,6 +160,33 @@ def _paper_activation(data: ToyData | PackedData) -> nn.Module:
 def build_process(config: RunConfig) -> Process:
     """The process of a run."""
     return config.process
+
+
+def build_sampler(config: SampleConfig, noise: Noise) -> Callable[..., Solution]:
+    """The sampler of a configuration, a function of field, starting points, process and ``condition=``."""
+    steps, denoise = config.steps, config.denoise
+    match config.sampler:
+        case "pc":
+            return partial(
+                predictor_corrector,
+                noise=noise,
+                steps=steps or 1000,
+                corrector_steps=config.corrector_steps,
+                snr=config.snr,
+                batch_norms=config.batch_norms,
+                denoise=denoise,
+            )
+        case "sde":
+            return partial(reverse_sde, noise=noise, steps=steps or 1000, denoise=denoise)
+        case "ode":
+            solver = rk45_per_sample if config.per_sample else rk45
+            return partial(
+                probability_flow, solver=solver, rtol=config.rtol, atol=config.atol, denoise=denoise
+            )
+        case "heun":
+            return partial(heun, steps=steps or 18, churn=config.churn, noise=noise, denoise=denoise)
+        case "euler":
+            return partial(euler, steps=steps or 100, denoise=denoise)
 
 
 def build_distribution(data: ToyData) -> Distribution:

@@ -233,8 +233,8 @@ def sample(words: Sequence[str]) -> None:
     """Draw samples from a run: an image grid and a packed file."""
     import tyro
 
+    from curlfree.config import SampleConfig
     from curlfree.runs import load_run
-    from curlfree.sample import SampleConfig
     from curlfree.sample import sample as draw
     from curlfree.workers import join
 

@@ -9,7 +9,6 @@ silently. `curlfree.build` makes fields and data from a configuration.
 
 import json
 import math
-import os
 import types
 import typing
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -20,6 +19,7 @@ from curlfree.estimators import ESTIMATORS
 from curlfree.nets.mlp import FilmMLPConfig, PaperMLPConfig
 from curlfree.nets.ncsnpp import NCSNppConfig
 from curlfree.penalty import AUTO_FRACTION, DUALS
+from curlfree.pieces import write_bytes
 from curlfree.processes import VE, VP, Linear
 
 Toy = Literal["8gaussians", "spirals", "checkerboard"]
@@ -241,6 +241,55 @@ class RunConfig:
     train: TrainConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What to draw, and how.
+
+    Args:
+        n: how many images or points.
+        sampler: "pc" (reverse diffusion with Langevin steps), "sde" (without them), "ode" (RK45), "heun"
+            (EDM's few steps) or "euler" (DDIM).
+        steps: noise levels of the samplers with fixed steps; by default 1000, for heun 18, for euler 100.
+        snr: the signal-to-noise ratio of the Langevin steps.
+        corrector_steps: Langevin steps per level.
+        batch_norms: their step size from norms averaged over the batch, as in the authors' code; an image
+            then depends on its batch.
+        rtol: relative tolerance of the ODE.
+        atol: absolute tolerance of the ODE.
+        per_sample: control the ODE's error in each sample, not in the batch as a whole.
+        churn: heun's fresh noise (S_churn); 0 is deterministic.
+        denoise: end with Tweedie's step, the mean of x0 given x.
+        label: the class of all images; by default image i has class i modulo the number of classes.
+        guidance: the weight w of classifier-free guidance; 1 is the plain conditional score.
+        seed: of everything random.
+        batch: samples at a time.
+    """
+
+    n: int = 64
+    sampler: Literal["pc", "sde", "ode", "heun", "euler"] = "heun"
+    steps: int | None = None
+    snr: float = 0.16
+    corrector_steps: int = 1
+    batch_norms: bool = False
+    rtol: float = 1e-5
+    atol: float = 1e-5
+    per_sample: bool = False
+    churn: float = 0.0
+    denoise: bool = True
+    label: int | None = None
+    guidance: float = 1.0
+    seed: int = 0
+    batch: int = 64
+
+    def __post_init__(self) -> None:
+        least = {"n": 1, "batch": 1, "corrector_steps": 0, "churn": 0, "snr": 0}
+        for name, bound in least.items():
+            _expect(getattr(self, name) >= bound, name, f"at least {bound}", getattr(self, name))
+        for name in ("rtol", "atol"):
+            _expect(getattr(self, name) > 0, name, "a positive tolerance", getattr(self, name))
+        _expect(self.steps is None or self.steps >= 2, "steps", "at least 2", self.steps)
+
+
 # Fields in which a run may differ from the one that it continues: they do not change the weights at a step.
 # (A packed file is known by its checksum, wherever it lies.)
 FREE = frozenset(
@@ -322,12 +371,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Write a configuration as JSON, whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(json.dumps(encode(config), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    write_bytes(path, (json.dumps(encode(config), indent=2) + "\n").encode())
 
 
 def load_config(path: Path) -> RunConfig:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from curlfree.build import build_distribution, classes
-from curlfree.config import PackedData, ToyData
+from curlfree.config import PackedData, SampleConfig, ToyData
 from curlfree.data.packed import open_packed
 from curlfree.distributions import Distribution
 from curlfree.metrics import Estimate, mean_estimate
 from curlfree.pieces import Tensors, compute_pieces, fingerprint, read_pieces
 from curlfree.runs import Run
-from curlfree.sample import SampleConfig, home
+from curlfree.sample import home
 from curlfree.seeds import stream
 from curlfree.workers import Workers
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curlfree.build import compile_field
+from curlfree.config import SampleConfig
 from curlfree.evaluation import (
     EvaluateConfig,
     Evaluation,
@@ -35,7 +36,7 @@ from curlfree.metrics import Estimate, audit, mean_estimate
 from curlfree.neighbours import precision_recall
 from curlfree.objectives import dsm, esm
 from curlfree.pieces import Tensors, fingerprint, load_tensors, save_tensors
-from curlfree.sample import SampleConfig, Samples, draw, home, sample
+from curlfree.sample import Samples, draw, home, sample
 from curlfree.seeds import stream
 
 Summary = Callable[[], dict[str, Metric]]

@@ -14,19 +14,18 @@ uint8 (N, H, W, C), rounded to the nearest level; the authors' code truncates, w
 
 import hashlib
 import io
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curlfree.build import classes, event_shape
+from curlfree.build import build_sampler, classes, event_shape
+from curlfree.config import SampleConfig
 from curlfree.noise import PerSampleNoise
-from curlfree.ode import rk45, rk45_per_sample
 from curlfree.operators import Field
 from curlfree.pieces import (
     ALONE,
@@ -38,76 +37,10 @@ from curlfree.pieces import (
     write_bytes,
     write_json,
 )
-from curlfree.processes import Process
 from curlfree.runs import Run
-from curlfree.samplers import (
-    Solution,
-    euler,
-    heun,
-    predictor_corrector,
-    probability_flow,
-    reverse_sde,
-)
 from curlfree.workers import Workers
 
 GRID = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """What to draw, and how.
-
-    Args:
-        n: how many images or points.
-        sampler: "pc" (reverse diffusion with Langevin steps), "sde" (without them), "ode" (RK45), "heun"
-            (EDM's few steps) or "euler" (DDIM).
-        steps: noise levels of the samplers with fixed steps; by default 1000, for heun 18, for euler 100.
-        snr: the signal-to-noise ratio of the Langevin steps.
-        corrector_steps: Langevin steps per level.
-        batch_norms: their step size from norms averaged over the batch, as in the authors' code; an image
-            then depends on its batch.
-        rtol: relative tolerance of the ODE.
-        atol: absolute tolerance of the ODE.
-        per_sample: control the ODE's error in each sample, not in the batch as a whole.
-        churn: heun's fresh noise (S_churn); 0 is deterministic.
-        denoise: end with Tweedie's step, the mean of x0 given x.
-        label: the class of all images; by default image i has class i modulo the number of classes.
-        guidance: the weight w of classifier-free guidance; 1 is the plain conditional score.
-        seed: of everything random.
-        batch: samples at a time.
-    """
-
-    n: int = 64
-    sampler: Literal["pc", "sde", "ode", "heun", "euler"] = "heun"
-    steps: int | None = None
-    snr: float = 0.16
-    corrector_steps: int = 1
-    batch_norms: bool = False
-    rtol: float = 1e-5
-    atol: float = 1e-5
-    per_sample: bool = False
-    churn: float = 0.0
-    denoise: bool = True
-    label: int | None = None
-    guidance: float = 1.0
-    seed: int = 0
-    batch: int = 64
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be sampled.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
-        least = {"n": 1, "batch": 1, "corrector_steps": 0, "churn": 0, "snr": 0}
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise ValueError(f"{name}: expected at least {bound}, found {getattr(self, name)}")
-        for name in ("rtol", "atol"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected a positive tolerance, found {getattr(self, name)}")
-        if self.steps is not None and self.steps < 2:
-            raise ValueError(f"steps: expected at least 2, found {self.steps}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,45 +172,12 @@ def draw(run: Run, config: SampleConfig, indices: range) -> Tensors:
         if config.guidance != 1:
             field, calls = Guided(run.field, count, config.guidance), 2
     with torch.no_grad():
-        solution = _solver(config, noise)(field, prior.to(like.dtype), run.process, condition)
+        solve = build_sampler(config, noise)
+        solution = solve(field, prior.to(like.dtype), run.process, condition=condition)
     x = solution.x.cpu()
     if len(shape) == 3:
         x = to_uint8(x).permute(0, 2, 3, 1).contiguous()
     return {"x": x, "evaluations": calls * solution.evaluations.cpu(), "labels": labels}
-
-
-def _solver(config: SampleConfig, noise: PerSampleNoise) -> Callable[..., Solution]:
-    """The sampler of a configuration, as a function of field, starting points, process and condition."""
-
-    def solve(field: Field, x: Tensor, process: Process, condition: dict[str, Tensor] | None) -> Solution:
-        end: dict[str, Any] = {"denoise": config.denoise, "condition": condition}
-        match config.sampler:
-            case "pc":
-                return predictor_corrector(
-                    field,
-                    x,
-                    process,
-                    noise=noise,
-                    steps=config.steps or 1000,
-                    corrector_steps=config.corrector_steps,
-                    snr=config.snr,
-                    batch_norms=config.batch_norms,
-                    **end,
-                )
-            case "sde":
-                return reverse_sde(field, x, process, noise=noise, steps=config.steps or 1000, **end)
-            case "ode":
-                solver = rk45_per_sample if config.per_sample else rk45
-                return probability_flow(
-                    field, x, process, solver=solver, rtol=config.rtol, atol=config.atol, **end
-                )
-            case "heun":
-                churn: dict[str, Any] = {"churn": config.churn, "noise": noise}
-                return heun(field, x, process, steps=config.steps or 18, **churn, **end)
-            case "euler":
-                return euler(field, x, process, steps=config.steps or 100, **end)
-
-    return solve
 
 
 def _check_labels(config: SampleConfig, count: int | None) -> None:
