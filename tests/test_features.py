@@ -32,22 +32,26 @@ def fid_by_sqrtm(real: np.ndarray, fake: np.ndarray) -> float:
     return float(shift @ shift + np.trace(S1 + S2 - 2 * scipy.linalg.sqrtm(S1 @ S2).real))
 
 
-@pytest.mark.parametrize("offset", [0.0, 30.0])
-def test_fid_equals_scipy_and_torchmetrics(offset: float) -> None:
-    real, fake = two_sets(offset=offset, m=200)
-    value = fid(real, fake).value
-    assert value == pytest.approx(fid_by_sqrtm(real.numpy(), fake.numpy()), rel=1e-6)
-
+def fid_by_torchmetrics(real: Tensor, fake: Tensor) -> float:
     class Given(nn.Module):
         num_features = real.shape[1]
 
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    metric = FrechetInceptionDistance(feature=Given())
+    metric = FrechetInceptionDistance(feature=Given()).set_dtype(torch.float64)
     metric.update(real, real=True)
     metric.update(fake, real=False)
-    assert value == pytest.approx(float(metric.compute()), rel=1e-6)
+    return float(metric.compute())
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_fid_equals_scipy_and_torchmetrics(offset: float) -> None:
+    real, fake = two_sets(offset=offset, m=200)
+    value = fid(real, fake).value
+    assert value == pytest.approx(fid_by_sqrtm(real.numpy(), fake.numpy()), rel=1e-6)
+
+    assert value == pytest.approx(fid_by_torchmetrics(real, fake), rel=1e-6)
 
 
 def test_fid_of_singular_covariances_is_exact() -> None:
@@ -62,6 +66,12 @@ def test_fid_of_singular_covariances_is_exact() -> None:
     real, fake = a[:, None] * u1, b[:, None] * u2
     assert fid(real, fake).value == pytest.approx(expected, abs=1e-12)
     assert fid(real, real).value == pytest.approx(0, abs=1e-12)
+
+
+def test_fid_keeps_the_digits_that_torchmetrics_loses_with_fewer_images_than_features() -> None:
+    real, _ = two_sets(30, 120)
+    assert abs(fid(real, real).value) < 1e-11
+    assert abs(fid_by_torchmetrics(real, real)) > 1e-9
 
 
 def test_standard_errors_of_fid_and_is_match_repeated_draws() -> None:

@@ -14,7 +14,9 @@ the network is in double precision.
   arXiv:1801.01401), averaged over disjoint blocks: independent estimates, so that their scatter gives the
   standard error, which that over overlapping random subsets does not.
 
-IS and KID are torchmetrics'. The standard errors of FID and IS are those of the delta method over the
+IS and KID are torchmetrics'. FID is not: it is the formula above, for the digits that torchmetrics' class
+loses where covariances are singular and for its standard error, which that class has not; a test holds it to
+both torchmetrics and SciPy. The standard errors of FID and IS are those of the delta method over the
 generated images, by each image's influence on the value; the reference counts as given.
 """
 
