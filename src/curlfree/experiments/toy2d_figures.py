@@ -207,6 +207,7 @@ def _curves(values: dict[str, Any], out: Path, quantity: str, name: str, title: 
         "σ = 0.1 · 30^t on the paper's levels, t from 0 to 1, and beyond. Bands: 95 % intervals over seeds."
         + (" C and C+ are zero to rounding." if quantity == "asym" else ""),
         "Exact 2 x 2 Jacobians and exact scores at fresh points, averaged weights.",
+        wide=len(sets) > 1,
     )
 
 
@@ -242,4 +243,5 @@ def _frontier(values: dict[str, Any], out: Path) -> Plot:
         "What the penalty costs: score error against asymmetry",
         "U+ (λ = 0) and QC+ by λ, the numbers at the dots; large dots are means over seeds.",
         "Means over the common levels 0.1 to 3, exact scores and Jacobians.",
+        wide=len(sets) > 1,
     )
