@@ -33,7 +33,8 @@ def main() -> None:
     tasks = [task(word) for word in args.tasks]
     record = toy2d.measure(tasks, Sizes(), mode="corrected", quick=False, out=args.out)
     chosen = " ".join(args.tasks)
-    replace(record, summary=[f"A part of the experiment: {chosen}.", *record.summary]).save(args.out)
+    part = f"A part of the experiment, made piece by piece; set, arm and number of seeds: {chosen}."
+    replace(record, summary=[part, *record.summary]).save(args.out)
     write_report(args.out)
     print("\n".join(record.summary))
 

@@ -9,6 +9,8 @@ import pytest
 from curlfree.experiments.autoencoder import PAPER_SEED, reached
 from curlfree.experiments.gaussian import PAPER
 from curlfree.experiments.records import Record, Table
+from curlfree.experiments.toy2d_page import EXACT, mean
+from curlfree.experiments.toy2d_train import PROBLEMS
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -39,6 +41,25 @@ def test_both_modes_agree_on_what_the_paper_published(name: str) -> None:
     assert not paper.quick
     assert not corrected.quick
     assert paper.values == {part: corrected.values[part] for part in paper.values}
+
+
+def test_the_page_of_the_two_dimensional_experiment_is_that_of_its_record(results) -> None:
+    page = (ROOT / "docs" / "results" / "toy2d.md").read_text(encoding="utf-8")
+    assert page == results.page(Record.load(RECORDS / "toy2d"), "benchmarks/records/toy2d")
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_two_dimensional_record_keeps_what_the_readme_says(name: str) -> None:
+    values = Record.load(RECORDS / "toy2d").values
+    arms, (exact,) = values["corrected"][name], values["sets"][name][EXACT]
+    assert exact["score_error"] == 0
+    assert exact["asym"] < 1e-20
+    assert abs(exact["nll"] - values["sets"][name]["entropy"]) < 2 * exact["nll_se"]
+    assert all(abs(mean(arms[arm], "nll_gap")) < 0.02 for arm in ("C+", "U+", "QC+"))
+    assert mean(arms["U"], "score_error") > 20 * mean(arms["U+"], "score_error")
+    assert mean(arms["QC+"], "asym") < 0.6 * mean(arms["U+"], "asym")
+    assert mean(arms["QC+"], "dsm") < 1.001 * mean(arms["U+"], "dsm")
+    assert {len(arms[arm]) for arm in ("C+", "U+", "QC+")} == {5}
 
 
 def test_the_records_have_the_printed_step_counts() -> None:
