@@ -31,6 +31,7 @@ import torch
 from authors_style import AuthorsNet
 from measure import (
     RecordFile,
+    arguments,
     header,
     load_record,
     open_device,
@@ -234,7 +235,7 @@ def page(record: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--preset", default="ncsnpp-deep", choices=PRESETS)
     parser.add_argument("--checkpoint", type=Path, help="weights, safetensors; initial ones without")
     parser.add_argument("--data", nargs="*", default=[], help="test images (subjects.py); noise without")
@@ -242,13 +243,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=2, help="per level")
     parser.add_argument("--levels", type=int, default=8)
     parser.add_argument("--images", type=int, default=IMAGES, help="of the whole audit")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--limit", type=float, default=540, help="seconds for all arms")
     parser.add_argument("--reserve", type=float, default=20, help="seconds below which no arm is started")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
-    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)

@@ -30,7 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 from authors_style import AuthorsNet
-from measure import RecordFile, header, load_record, open_device, release, say, synchronize, write_page
+from measure import (
+    RecordFile,
+    arguments,
+    header,
+    load_record,
+    open_device,
+    release,
+    say,
+    synchronize,
+    write_page,
+)
 from subjects import load_images, load_state, save_state, weights_of
 from torch import Tensor, nn
 from variance import two_stages
@@ -437,7 +447,7 @@ def draw(record: dict, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--preset", default="ncsnpp-small", choices=PRESETS)
     parser.add_argument("--base", type=Path, help="weights of a U network, safetensors; trained here without")
     parser.add_argument("--base-steps", type=int, default=20_000)
@@ -457,14 +467,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", nargs="*", help="only these")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; 'none' for eager regions")
     parser.add_argument("--limit", type=float, default=540, help="seconds for all")
     parser.add_argument("--reserve", type=float, default=60, help="seconds below which nothing is started")
     parser.add_argument("--state", type=Path, required=True, help="the folder of the U network in training")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
-    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)

@@ -1,5 +1,6 @@
 """How the benchmarks measure: times, peak memory, arithmetic, and records that survive an interruption."""
 
+import argparse
 import gc
 import json
 import math
@@ -18,6 +19,16 @@ from curlfree.provenance import provenance
 
 Step = Callable[[], object]
 WARM_UP = Recorded.WARM_UP + 2  # compiles, tunes, records, replays once
+
+
+def arguments(documentation: str | None) -> argparse.ArgumentParser:
+    """A parser of what every benchmark takes: a device, a record, a page."""
+    parser = argparse.ArgumentParser(description=(documentation or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
+    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
+    parser.add_argument("--only-page", action="store_true", help="measure nothing")
+    return parser
 
 
 class FlopCounter(TorchDispatchMode):

@@ -7,10 +7,9 @@ sets on the device in float32, and every decision for a subset against distances
 """
 
 import argparse
-from pathlib import Path
 
 import torch
-from measure import RecordFile, header, load_record, open_device, say, seconds_of, write_page
+from measure import RecordFile, arguments, header, load_record, open_device, say, seconds_of, write_page
 from torch import Tensor
 
 from curlfree.neighbours import covered, precision_recall
@@ -89,15 +88,11 @@ def page(record: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--n", type=int, default=50_000)
     parser.add_argument("--size", type=int, default=2048)
     parser.add_argument("--subset", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
-    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from measure import RecordFile, header, load_record, open_device, release, say, write_page
+from measure import RecordFile, arguments, header, load_record, open_device, release, say, write_page
 from subjects import load_images, load_network
 from torch import Tensor
 
@@ -156,17 +156,13 @@ def page(record: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--preset", default="ncsnpp-small", choices=PRESETS)
     parser.add_argument("--checkpoint", type=Path, help="weights, safetensors; random ones without")
     parser.add_argument("--data", nargs="*", default=[], help="test images (subjects.py); noise without")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--levels", type=int, default=12)
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
-    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)

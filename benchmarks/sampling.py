@@ -12,10 +12,20 @@ is in the bare forward pass, too.
 import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import RecordFile, header, load_record, open_device, release, say, seconds_of, spread, write_page
+from measure import (
+    RecordFile,
+    arguments,
+    header,
+    load_record,
+    open_device,
+    release,
+    say,
+    seconds_of,
+    spread,
+    write_page,
+)
 from torch import Tensor
 
 import curlfree as cf
@@ -99,15 +109,11 @@ def page(record: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--preset", default="ncsnpp-deep", choices=PRESETS)
     parser.add_argument("--images", type=int, default=2500)
     parser.add_argument("--rtol", type=float, default=1e-3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
-    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)

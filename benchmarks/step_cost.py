@@ -23,7 +23,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from authors_style import AuthorsNet
 from measure import (
     RecordFile,
     Step,
+    arguments,
     count_flops,
     device_name,
     header,
@@ -406,20 +406,16 @@ def page(record: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--preset", default="ncsnpp-deep", choices=PRESETS)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--question", choices=QUESTIONS, default="step", help="which arms")
     parser.add_argument("--arms", nargs="*", help="these arms in place of a question's")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit", type=float, default=540, help="seconds for all arms")
     parser.add_argument("--reserve", type=float, default=20, help="seconds below which no arm is started")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
-    parser.add_argument("--page", type=Path, help="write the documentation page from the record")
-    parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.only_page:
         device = open_device(args.device)
