@@ -1,6 +1,8 @@
 """The pages of results are those that their records make, and the records hold what the README says."""
 
 import importlib.util
+import json
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +43,12 @@ def test_both_modes_agree_on_what_the_paper_published(name: str) -> None:
     assert not paper.quick
     assert not corrected.quick
     assert paper.values == {part: corrected.values[part] for part in paper.values}
+
+
+def test_the_page_of_the_estimators_is_that_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    made = import_module("variance").page(json.loads((RECORDS / "variance.json").read_text()))
+    assert (ROOT / "docs" / "benchmarks" / "estimators.md").read_text(encoding="utf-8") == made
 
 
 def test_the_page_of_the_two_dimensional_experiment_is_that_of_its_record(results) -> None:
