@@ -24,7 +24,7 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
 coverage: $(READY)
-	$(BIN)/python -m pytest --cov
+	$(BIN)/python -m pytest --cov=curlfree
 
 lint: $(READY)
 	$(BIN)/ruff check .
